@@ -1,0 +1,7 @@
+"""``python -m mxnorm_pass``."""
+
+import sys
+
+from mxnorm_pass.cli import main
+
+sys.exit(main())

@@ -1,0 +1,249 @@
+"""Ways in: backends for torch.compile, options for plain Inductor, and :func:`explain`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from mxnorm_pass import compat
+from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.graph_pass import MXNormPass
+from mxnorm_pass.inner import compile_inner, run_eagerly
+from mxnorm_pass.report import GraphReport, Report, RewriteError, store
+
+log = logging.getLogger(__name__)
+
+HOOK = "joint_custom_pre_pass"
+
+
+class MXNormBackend:
+    """A torch.compile backend: Inductor with :class:`MXNormPass` on its joint-graph hook.
+
+    Whatever was on the hook stays on it and runs first. ``mode`` and ``options`` of torch.compile
+    reach Inductor; options whose names begin with ``mxnorm.`` are this package's.
+
+    Attributes:
+        config: the options that ``options={"mxnorm....": ...}`` changes.
+        report: what was done to the graphs that this backend compiled.
+    """
+
+    def __init__(self, config: MXNormConfig | None = None, name: str = "mxnorm") -> None:
+        self.config = config or MXNormConfig()
+        self.report = Report()
+        self.__name__ = name
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Compile one graph; Dynamo calls this."""
+        config, inductor = MXNormConfig.split_options(options, self.config)
+        patches: dict[str, Any] = {**compat.mode_options(mode), **inductor}
+        graph_pass = _chained(config, patches)
+        patches[HOOK] = graph_pass
+        key = store.key(gm, example_inputs, graph_pass.identity())
+        before = len(graph_pass.report.graphs)
+        compiled = _compile(gm, example_inputs, config, patches)
+        graphs = graph_pass.report.graphs[before:]
+        if graphs:
+            store.save(key, graphs)
+        else:
+            graphs = self._cached(key, graph_pass)
+        self.report.graphs.extend(graphs)
+        return compiled
+
+    def _cached(self, key: str, graph_pass: MXNormPass) -> list[GraphReport]:
+        """The pass was not called: torch found the compiled graph in its cache."""
+        graphs = store.load(key)
+        for graph in graphs:
+            graph.from_cache = True
+        if not graphs:
+            log.warning(
+                "graph taken from torch's cache and its report is gone; clear the cache to see it"
+            )
+        return graphs
+
+
+def _chained(config: MXNormConfig, patches: dict[str, Any]) -> MXNormPass:
+    """Our pass behind what the user's options or Inductor's config hold on the hook."""
+    on_hook = patches.get(HOOK, getattr(torch._inductor.config, HOOK))
+    earlier = [p for p in compat.passes_on_hook(on_hook) if not isinstance(p, MXNormPass)]
+    return MXNormPass(config, earlier)
+
+
+def _compile(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    config: MXNormConfig,
+    patches: dict[str, Any],
+) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    if config.inner == "eager":
+        # No code is generated, so there is nothing to cache or to replay.
+        patches = {**patches, "fx_graph_cache": False, "triton.cudagraphs": False}
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            compiled = compile_fx(
+                gm,
+                example_inputs,
+                inner_compile=run_eagerly,  # type: ignore[arg-type]
+                config_patches=patches,
+            )
+    else:
+        compiled = compile_fx(
+            gm, example_inputs, inner_compile=compile_inner, config_patches=patches
+        )
+    return compiled  # type: ignore[return-value]
+
+
+def backend(config: MXNormConfig | None = None, **options: Any) -> MXNormBackend:
+    """A configured backend: ``torch.compile(model, backend=mxnorm_pass.backend(p=1))``.
+
+    Args:
+        config: all options at once, or
+        options: the fields of :class:`MXNormConfig` that differ from its defaults (from
+        ``config``).
+
+    Raises:
+        ValueError: for an unknown option or a value that is not allowed.
+    """
+    prefixed = {f"mxnorm.{name}": value for name, value in options.items()}
+    merged, _ = MXNormConfig.split_options(prefixed, config)
+    return MXNormBackend(merged)
+
+
+def inductor_options(config: MXNormConfig | None = None) -> dict[str, Any]:
+    """Options for plain Inductor: ``torch.compile(model, options=mxnorm_pass.inductor_options())``.
+
+    Passes that Inductor's config holds at the time of this call stay on the hook and run first. The
+    pass is ``options["joint_custom_pre_pass"]``; its ``report`` is filled as graphs are compiled.
+    """
+    chosen = config or MXNormConfig()
+    if chosen.inner != "inductor":
+        raise ValueError(
+            "inner='eager' needs the backend: torch.compile(..., backend=backend(config))"
+        )
+    return {HOOK: _chained(chosen, {})}
+
+
+_BY_NAME: dict[str, MXNormBackend] = {
+    "mxnorm": MXNormBackend(MXNormConfig(), "mxnorm"),
+    "mxnorm_exact": MXNormBackend(MXNormConfig(rms="exact"), "mxnorm_exact"),
+}
+
+
+def mxnorm(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """The backend ``"mxnorm"``: RMS estimated from the block absmax."""
+    return _BY_NAME["mxnorm"](gm, example_inputs, **kwargs)
+
+
+def mxnorm_exact(
+    gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+) -> Callable[..., Any]:
+    """The backend ``"mxnorm_exact"``: the true RMS in the same op."""
+    return _BY_NAME["mxnorm_exact"](gm, example_inputs, **kwargs)
+
+
+def last_report(name: str = "mxnorm") -> Report:
+    """What the backends given by name, ``"mxnorm"`` and ``"mxnorm_exact"``, did in this process.
+
+    Raises:
+        ValueError: for another name.
+    """
+    if name not in _BY_NAME:
+        raise ValueError(f"no backend {name!r}: allowed are {', '.join(_BY_NAME)}")
+    return _BY_NAME[name].report
+
+
+def explain(
+    model: Callable[..., Any],
+    *inputs: Any,
+    training: bool | None = None,
+    config: MXNormConfig | None = None,
+    **kwargs: Any,
+) -> Report:
+    """What the pass rewrites in a model, what not, and why; no code is generated.
+
+    The model is traced and run once, eagerly, on the inputs given.
+
+    Args:
+        model: a module or function.
+        inputs: its positional inputs.
+        training: trace with gradients (the joint graph of forward and backward) or without; by
+            default as the module is: in training mode and with a parameter that wants a gradient.
+        config: options; ``inner`` is ignored.
+        kwargs: its keyword inputs.
+
+    Returns:
+        The report; ``print`` it, or read ``report.sites``.
+
+    Raises:
+        RewriteError: where ``config.require_rewrites`` is not met.
+    """
+    chosen = dataclasses.replace(config or MXNormConfig(), inner="eager")
+    tracer = MXNormBackend(chosen)
+    target = getattr(model, "_orig_mod", model)
+    if training is None:
+        training = (
+            isinstance(target, torch.nn.Module)
+            and target.training
+            and any(p.requires_grad for p in target.parameters())
+        )
+    # Other compiled code of the process stays; only this function's own frames are dropped.
+    with torch.random.fork_rng(), torch.set_grad_enabled(training):
+        compiled = torch.compile(_fresh(target), backend=tracer)
+        try:
+            compiled(*inputs, **kwargs)
+        except Exception as error:
+            _reraise(error)
+    tracer.report.warnings.extend(_dropped_biases(target, tracer.report))
+    return tracer.report
+
+
+def _fresh(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A new function around the model, so that Dynamo's cache of compiled frames is not asked."""
+
+    @functools.wraps(getattr(model, "forward", model))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return call
+
+
+def _reraise(error: Exception) -> None:
+    """Dynamo wraps what a backend raises; a user asked for our own error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RewriteError):
+            raise cause from None
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    raise error
+
+
+def _dropped_biases(model: Any, report: Report) -> list[str]:
+    """Linears whose bias torchao's MXFP8 training path leaves out of the product (torchao 0.18)."""
+    if not isinstance(model, torch.nn.Module):
+        return []
+    dropped = []
+    for path in dict.fromkeys(c for s in report.sites for c in s.consumers):
+        try:
+            linear = model.get_submodule(path)
+        except AttributeError:
+            continue
+        weight = type(getattr(linear, "weight", None)).__name__
+        if (
+            weight == "MXFP8TrainingWeightWrapperTensor"
+            and getattr(linear, "bias", None) is not None
+        ):
+            dropped.append(f"{path} has a bias, which torchao's MXFP8 training path ignores")
+    return dropped

@@ -1,0 +1,154 @@
+"""What a user can choose."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+PREFIX = "mxnorm."
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "rms": ("mx", "exact"),
+    "p": (1, 2),
+    "gain": ("auto", "fold", "kernel"),
+    "tensor_scale": ("dynamic", "bound"),
+    "inner": ("inductor", "eager"),
+}
+
+
+@dataclass(frozen=True)
+class MXNormConfig:
+    """Options of the pass; every one has a default that is right for training from scratch.
+
+    Attributes:
+        rms: ``mx`` estimates the root mean square from the block absmax (arXiv 2603.13180);
+        ``exact``
+            keeps the true one in the same op, for checkpoints trained with RMSNorm.
+        p: power of the mean over block absmax values, 1 or 2.
+        correction: ``gaussian``, or the path of a calibration file (JSON, see docs/design.md) with
+        one
+            constant per norm; norms that it does not list get the Gaussian one.
+        gain: ``fold`` multiplies the gain into the weight before the weight's cast, ``kernel`` into
+        the
+            row inside the op; ``auto`` folds in training graphs and uses the op elsewhere. Where
+            folding cannot be right (the weight comes already cast, or is shared) the op applies the
+            gain.
+        include: module-path globs of norms to rewrite.
+        exclude: module-path globs of norms to leave alone; wins over ``include``.
+        require_rewrites: raise :class:`mxnorm_pass.RewriteError` for a graph with fewer rewritten
+        sites.
+        strict: raise on an internal failure instead of leaving the site alone; check the graph
+        after.
+        tensor_scale: NVFP4's per-tensor scale, ``dynamic`` or ``bound``.
+        dump_dir: folder for the graph before and after, and the report, per graph.
+        inner: ``inductor`` generates code; ``eager`` runs the same graphs without code generation.
+
+    Raises:
+        ValueError: for a value that is not allowed, naming those that are.
+    """
+
+    rms: Literal["mx", "exact"] = "mx"
+    p: int = 2
+    correction: str = "gaussian"
+    gain: Literal["auto", "fold", "kernel"] = "auto"
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    require_rewrites: int | None = None
+    strict: bool = False
+    tensor_scale: Literal["dynamic", "bound"] = "dynamic"
+    dump_dir: str | None = None
+    inner: Literal["inductor", "eager"] = "inductor"
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or value not in allowed:
+                raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+        if self.rms == "exact" and self.gain == "fold":
+            raise ValueError(
+                "gain='fold' changes what the cast sees, which rms='exact' promises not to do: "
+                "allowed with rms='exact' are 'auto', 'kernel'"
+            )
+        for name in ("include", "exclude"):
+            value = getattr(self, name)
+            globs = (value,) if isinstance(value, str) else tuple(value)
+            if not all(isinstance(g, str) for g in globs):
+                raise ValueError(f"{name}={value!r}: expected module-path globs (strings)")
+            object.__setattr__(self, name, globs)
+        required = self.require_rewrites
+        if required is not None and (
+            isinstance(required, bool) or not isinstance(required, int) or required < 0
+        ):
+            raise ValueError(f"require_rewrites={required!r}: expected None or an int >= 0")
+        if not isinstance(self.strict, bool):
+            raise ValueError(f"strict={self.strict!r}: allowed are True, False")
+        if not isinstance(self.correction, (str, Path)):
+            raise ValueError(
+                f"correction={self.correction!r}: expected 'gaussian' or a calibration file"
+            )
+        object.__setattr__(self, "correction", str(self.correction))
+        if self.correction != "gaussian":
+            self.calibration()
+
+    def calibration(self) -> dict[str, float]:
+        """Constants per norm path from the calibration file; empty for ``gaussian``.
+
+        Raises:
+            ValueError: where the file is missing, no JSON, or made for another p.
+        """
+        if self.correction == "gaussian":
+            return {}
+        path = Path(self.correction)
+        try:
+            content = json.loads(path.read_text())
+        except OSError as error:
+            raise ValueError(
+                f"correction={self.correction!r}: expected 'gaussian' or a file ({error})"
+            ) from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"calibration file {path}: not JSON ({error})") from error
+        sites = content.get("sites") if isinstance(content, dict) else None
+        if not isinstance(sites, dict) or not all(
+            isinstance(c, (int, float)) and not isinstance(c, bool) and 0 < c < float("inf")
+            for c in sites.values()
+        ):
+            raise ValueError(
+                f"calibration file {path}: expected {{'p': ..., 'sites': {{norm path: c > 0}}}}"
+            )
+        if content.get("p") != self.p:
+            raise ValueError(
+                f"calibration file {path} is for p={content.get('p')!r}, the config has p={self.p}"
+            )
+        return {str(k): float(c) for k, c in sites.items()}
+
+    @classmethod
+    def split_options(
+        cls, options: Mapping[str, Any] | None, base: MXNormConfig | None = None
+    ) -> tuple[MXNormConfig, dict[str, Any]]:
+        """Part ``options={"mxnorm.p": 1, ...}`` into a config and what Inductor gets.
+
+        Raises:
+            ValueError: for an unknown ``mxnorm.`` option or value, naming the allowed ones.
+        """
+        own: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key, value in (options or {}).items():
+            if not key.startswith(PREFIX):
+                rest[key] = value
+                continue
+            name = key.removeprefix(PREFIX)
+            if name not in known:
+                allowed = ", ".join(PREFIX + k for k in known)
+                raise ValueError(f"unknown option {key!r}: allowed are {allowed}")
+            own[name] = value
+        config = dataclasses.replace(base, **own) if base is not None else cls(**own)
+        return config, rest
+
+    def describe(self) -> dict[str, Any]:
+        """All fields as JSON types."""
+        return cast("dict[str, Any]", json.loads(json.dumps(dataclasses.asdict(self))))

@@ -1,0 +1,257 @@
+"""The pass: find -> recognise -> rewrite -> report."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from mxnorm_pass.compat import CustomGraphPass, stable_topological_sort, unset_fake_temporarily
+from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.recognise import Found, Site, aten, find_sites
+from mxnorm_pass.report import GraphReport, Report, RewriteError, SiteReport
+from mxnorm_pass.rewrite import Applied, Edit, rewrite_site
+
+log = logging.getLogger(__name__)
+
+DISABLE = "MXNORM_DISABLE"
+
+
+class MXNormPass(CustomGraphPass):
+    """Rewrites RMSNorm -> MX cast -> matmul into MXNorm on a joint or an inference graph.
+
+    Made for Inductor's ``joint_custom_pre_pass`` (inference graphs on ``post_grad_custom_pre_pass``
+    work as well). Idempotent and deterministic; its cost is linear in the graph.
+
+    Attributes:
+        config: the options.
+        previous: passes that were on the hook before; they run first.
+        report: what was done, one entry per graph, kept across calls.
+    """
+
+    def __init__(
+        self,
+        config: MXNormConfig | None = None,
+        previous: Sequence[Callable[[Graph], None]] = (),
+    ) -> None:
+        self.config = config or MXNormConfig()
+        self.previous = tuple(previous)
+        self.report = Report()
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrite in place; raises :class:`RewriteError` where ``require_rewrites`` is not met."""
+        for earlier in self.previous:
+            earlier(graph)
+        self.report.add(self.apply(graph))
+        self.require(self.report.graphs[-1])
+
+    def apply(self, graph: Graph) -> GraphReport:
+        """Rewrite one graph in place and say what was done; raises under ``strict`` only."""
+        start = time.perf_counter()
+        training = is_joint(graph)
+        result = GraphReport(training=training)
+        dump = _Dump(self.config.dump_dir, graph)
+        try:
+            # The hook runs under FakeTensorMode; probes are real numbers.
+            with unset_fake_temporarily(), torch.no_grad():
+                found = find_sites(graph, self.config)
+            if disabled():
+                _decline_all(found)
+            self._rewrite(graph, found, result, training)
+        except Exception:
+            if self.config.strict:
+                raise
+            log.exception("the pass failed on a whole graph, which stays as it was")
+            result.failure = traceback.format_exc()
+        result.seconds = time.perf_counter() - start
+        dump.after(graph, result)
+        self._announce(result)
+        return result
+
+    def _rewrite(self, graph: Graph, found: Found, result: GraphReport, training: bool) -> None:
+        result.plain_casts = found.plain_casts
+        calibration = self.config.calibration()
+        edits = []
+        for site in found.sites:
+            edit = Edit(graph)
+            try:
+                applied = rewrite_site(
+                    edit, site, self.config, training=training, calibration=calibration
+                )
+            except Exception:
+                edit.rollback()
+                if self.config.strict:
+                    raise
+                log.exception("rewriting %s failed; it stays as it was", site.path)
+                result.sites.append(_declined_site(site, "internal_error", traceback.format_exc()))
+                continue
+            result.sites.append(_rewritten_site(site, applied))
+            edits.append(edit)
+        # Sites may share a norm: nothing is erased before all are rewritten.
+        for edit in edits:
+            edit.finish()
+        for declined in found.declined:
+            result.sites.append(SiteReport.declined(declined))
+        if edits:
+            # A gain computed after its norm, or a size read off a later node, comes after the op.
+            stable_topological_sort(graph)
+        if self.config.strict:
+            graph.lint()
+
+    def require(self, result: GraphReport) -> None:
+        """Raise :class:`RewriteError` where the graph has fewer rewritten sites than required."""
+        required = self.config.require_rewrites
+        if required is not None and result.rewritten < required:
+            raise RewriteError(
+                f"{result.rewritten} of {required} required sites were rewritten in this graph\n"
+                f"{Report([result])}"
+            )
+
+    def _announce(self, result: GraphReport) -> None:
+        log.info("%s", result.summary())
+        log.debug("%s", Report([result]))
+        gaussian = self.config.rms == "mx" and self.config.correction == "gaussian"
+        if gaussian and not result.training and result.rewritten:
+            _warn_once(
+                "mxnorm: this inference graph estimates the RMS with the constant of Gaussian rows. "
+                'A checkpoint trained with RMSNorm wants backend="mxnorm_exact" or a calibration.'
+            )
+
+    def uuid(self) -> Any | None:
+        """Identity for torch's compile caches: sources, options, calibration, and earlier passes.
+
+        None, which bypasses the caches, where an earlier pass has none, and where
+        ``require_rewrites`` is set: on a cache hit no pass is called, so the promise could not be
+        kept.
+        """
+        earlier = []
+        for previous in self.previous:
+            identity = previous.uuid() if isinstance(previous, CustomGraphPass) else None
+            if identity is None:
+                return None
+            earlier.append(identity)
+        if self.config.require_rewrites is not None:
+            return None
+        return self.identity(earlier)
+
+    def identity(self, earlier: Sequence[Any] = ()) -> str:
+        """The hash behind :meth:`uuid`, whatever the options."""
+        digest = hashlib.sha256(_sources())
+        digest.update(repr(sorted(self.config.describe().items())).encode())
+        digest.update(repr(sorted(self.config.calibration().items())).encode())
+        digest.update(repr((list(earlier), disabled())).encode())
+        return digest.hexdigest()
+
+
+def disabled() -> bool:
+    """``MXNORM_DISABLE`` is set to something else than 0 or nothing."""
+    return os.environ.get(DISABLE, "0") not in ("", "0")
+
+
+def is_joint(graph: Graph) -> bool:
+    """A joint graph of forward and backward, as AOTAutograd makes it for training."""
+    return any(
+        node.name.startswith("tangents") if node.op == "placeholder" else aten.is_backward(node)
+        for node in graph.nodes
+    )
+
+
+def _decline_all(found: Found) -> None:
+    from mxnorm_pass.recognise.sites import Declined
+
+    found.declined.extend(
+        Declined(s.path, s.consumers, "disabled", f"{DISABLE} is set") for s in found.sites
+    )
+    found.sites.clear()
+
+
+def _spec(site: Site) -> dict[str, Any]:
+    norm, cast = site.norm, site.cast
+    return {
+        "eps": "tensor" if norm.eps_node is not None else norm.eps,
+        "gain": norm.gain_kind,
+        "k": site.k,
+        "block_size": cast.block_size,
+        "element": cast.element,
+        "scale_rule": cast.rule,
+        "saturate": cast.saturate,
+        "layout": cast.layout,
+    }
+
+
+def _rewritten_site(site: Site, applied: Applied) -> SiteReport:
+    return SiteReport(
+        norm=site.path,
+        consumers=site.consumers,
+        status="rewritten",
+        spec={
+            **_spec(site),
+            "gain_at": applied.gain_at,
+            "rms": applied.rms,
+            "correction": applied.correction,
+            "rounding": applied.rounding,
+            "kernel": "aten",
+        },
+        also_read_by=site.also_read_by,
+    )
+
+
+def _declined_site(site: Site, reason: str, detail: str) -> SiteReport:
+    return SiteReport(
+        norm=site.path,
+        consumers=site.consumers,
+        status="declined",
+        reason=reason,
+        detail=detail,
+        spec=_spec(site),
+    )
+
+
+@cache
+def _sources() -> bytes:
+    """Hash of this package's sources: an edit must miss the caches."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+class _Dump:
+    """Graph before and after and the report, written to ``dump_dir``; nothing where that is
+    None.
+    """
+
+    def __init__(self, folder: str | None, graph: Graph) -> None:
+        self.folder = Path(folder) if folder else None
+        self.before = str(graph) if self.folder else ""
+
+    def after(self, graph: Graph, result: GraphReport) -> None:
+        if self.folder is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            number = len(list(self.folder.glob("graph_*_before.txt")))
+            stem = f"graph_{number:03d}"
+            (self.folder / f"{stem}_before.txt").write_text(self.before)
+            (self.folder / f"{stem}_after.txt").write_text(str(graph))
+            (self.folder / f"{stem}_report.json").write_text(Report([result]).to_json())
+        except OSError as error:
+            # A full disk must not break a compile.
+            log.warning("could not write to dump_dir %s: %s", self.folder, error)

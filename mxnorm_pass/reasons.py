@@ -1,0 +1,91 @@
+"""Why a site is left alone: stable codes, what each means, and what a user can do about it."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+REASONS: dict[str, tuple[str, str]] = {
+    # -- the norm
+    "centred": (
+        "the row is centred first (LayerNorm, or the root of a variance)",
+        "nothing: the estimate holds for the mean of squares only",
+    ),
+    "multi_axis": (
+        "the mean runs over another axis than the last one, or over several",
+        "normalise the last axis only",
+    ),
+    "norm_form": (
+        "what stands between row mean and cast is none of the known RMSNorm forms",
+        "compare the detail with docs/design.md; a new form is a welcome report",
+    ),
+    "extra_operand": (
+        "the norm's output is combined with another activation before the cast",
+        "apply the modulation, gate or mask elsewhere, or leave the site to the compiler",
+    ),
+    "unsupported_dtype": (
+        "the row, or what the cast reads, is neither bfloat16 nor float32",
+        "train or serve in bfloat16",
+    ),
+    "graph_input": (
+        "the cast reads a graph input: norm and cast are in different graphs",
+        "remove the graph break between norm and linear (fullgraph=True names it)",
+    ),
+    # -- the cast
+    "k_not_multiple": (
+        "the row length is not a multiple of the block size",
+        "pad the hidden size to a multiple of the block size",
+    ),
+    "row_mismatch": (
+        "the cast's rows are not the norm's rows",
+        "normalise and quantise the same last axis",
+    ),
+    "element_dtype": (
+        "the cast stores an element dtype that is not supported yet",
+        "see the table of formats in README.md",
+    ),
+    "scale_rule": (
+        "the block scale is none of FLOOR, CEIL, EVEN, RCEIL",
+        "use one of torchao's scale calculation modes",
+    ),
+    "element_rounding": (
+        "the stored element is not its value rounded to nearest even in units of the scale",
+        "use torchao's to_mx, or a cast that rounds to nearest even",
+    ),
+    "scale_escapes": (
+        "the block absmax or an intermediate of the cast is read by something else",
+        "read the stored scale instead",
+    ),
+    "no_matmul": (
+        "no matrix multiplication reads the cast",
+        "nothing: there is no consumer to fold the gain into or to feed",
+    ),
+    "block_size_conflict": (
+        "the norm already feeds a cast of another block size, and has one rstd for all its users",
+        "use one block size for all consumers of a norm",
+    ),
+    # -- the user's choice, and ourselves
+    "dynamic_shape": (
+        "several leading sizes are symbolic and the cast regroups them",
+        "mark fewer dimensions as dynamic",
+    ),
+    "excluded": (
+        "include/exclude leaves this norm out",
+        "change MXNormConfig.include or MXNormConfig.exclude",
+    ),
+    "disabled": ("MXNORM_DISABLE is set", "unset MXNORM_DISABLE"),
+    "internal_error": (
+        "the pass failed on this site and left it as it was; the detail holds the traceback",
+        "please report it; MXNormConfig(strict=True) raises instead",
+    ),
+}
+
+
+class Decline(Exception):
+    """A site that is left as it is. ``reason`` is a key of :data:`REASONS`."""
+
+    def __init__(self, reason: str, detail: str, node: Node | None = None) -> None:
+        assert reason in REASONS, reason
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail if node is None else f"{detail} (at {node.name})"
+        self.node = node

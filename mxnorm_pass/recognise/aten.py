@@ -1,0 +1,152 @@
+"""Classes of aten ops, by what they do to the elements of a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Node
+
+from mxnorm_pass.compat import node_tags
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+def _overloads(*names: str) -> frozenset[Any]:
+    """Those of the named ``op.overload`` that this torch has."""
+    found = []
+    for name in names:
+        op, overload = name.split(".")
+        packet = getattr(aten, op, None)
+        if packet is not None and overload in packet.overloads():
+            found.append(getattr(packet, overload))
+    return frozenset(found)
+
+
+# The elements keep their row-major order; sizes of one may come and go.
+ORDER_KEEPING = _overloads(
+    "view.default",
+    "reshape.default",
+    "_unsafe_view.default",
+    "unsqueeze.default",
+    "squeeze.default",
+    "squeeze.dim",
+    "squeeze.dims",
+    "flatten.using_ints",
+    "unflatten.int",
+    "alias.default",
+    "detach.default",
+    "clone.default",
+    "contiguous.default",
+    "lift_fresh_copy.default",
+)
+EXPAND = _overloads("expand.default")
+PERMUTES = _overloads("permute.default", "transpose.int", "t.default")
+MATMULS = _overloads(
+    "mm.default",
+    "addmm.default",
+    "bmm.default",
+    "baddbmm.default",
+    "linear.default",
+    "matmul.default",
+    "_scaled_mm.default",
+    "_scaled_mm_v2.default",
+    "_grouped_mm.default",
+    "_scaled_grouped_mm.default",
+    "_scaled_grouped_mm_v2.default",
+)
+# Pure functions of their arguments' elements that carry no pointwise tag.
+UNTAGGED_POINTWISE = _overloads(
+    "view.dtype", "_to_copy.default", "__and__.Scalar", "__or__.Scalar", "index_put.default"
+)
+FILLS = _overloads("full.default", "scalar_tensor.default", "full_like.default")
+CONVERT = prims.convert_element_type.default
+VIEW_DTYPE = aten.view.dtype
+SYM_SIZE = _overloads("sym_size.int")
+METADATA_ASSERTS = _overloads("_assert_tensor_metadata.default")
+
+
+def is_call(node: Node) -> bool:
+    """A call of an operator."""
+    return node.op == "call_function"
+
+
+def is_pointwise(node: Node) -> bool:
+    """A deterministic function, element by element, of its tensor arguments."""
+    if not is_call(node):
+        return False
+    if node.target in UNTAGGED_POINTWISE:
+        return True
+    tags = node_tags(node.target)
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def keeps_order(node: Node) -> bool:
+    """The same elements in the same row-major order."""
+    return is_call(node) and node.target in ORDER_KEEPING
+
+
+def value(node: Node) -> Any:
+    """The fake value of a node; None where it has none."""
+    return node.meta.get("val")
+
+
+def tensor(node: Node) -> Tensor | None:
+    """The fake value, where it is a tensor."""
+    val = value(node)
+    return val if isinstance(val, Tensor) else None
+
+
+def dtype(node: Node) -> torch.dtype | None:
+    """Its dtype; None where the value is no tensor."""
+    val = tensor(node)
+    return None if val is None else val.dtype
+
+
+def shape(node: Node) -> tuple[int | SymInt, ...]:
+    """Its shape; empty where the value is no tensor."""
+    val = tensor(node)
+    return () if val is None else tuple(val.shape)
+
+
+def same_size(a: int | SymInt, b: int | SymInt) -> bool:
+    """Equal for certain. Never adds a guard, as ``==`` on symbolic sizes would."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    expr_a = a.node.expr if isinstance(a, SymInt) else a
+    expr_b = b.node.expr if isinstance(b, SymInt) else b
+    return bool(expr_a == expr_b)
+
+
+def same_shape(a: tuple[int | SymInt, ...], b: tuple[int | SymInt, ...]) -> bool:
+    """Equal for certain, axis by axis."""
+    return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def is_widening(node: Node) -> bool:
+    """bfloat16 to float32: exact, so it commutes with absmax, rounding and comparison."""
+    return (
+        is_call(node)
+        and node.target is CONVERT
+        and dtype(node) is torch.float32
+        and dtype(node.all_input_nodes[0]) in (torch.bfloat16, torch.float32)
+    )
+
+
+def reduces_last_axis(node: Node) -> bool:
+    """Reduction over the last axis and no other."""
+    source = node.all_input_nodes[0]
+    rank = len(shape(source))
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if isinstance(dims, int):
+        dims = [dims]
+    if not isinstance(dims, (list, tuple)) or len(dims) != 1 or not isinstance(dims[0], int):
+        return False
+    return rank > 0 and dims[0] % rank == rank - 1
+
+
+def is_backward(node: Node) -> bool:
+    """In the backward half of a joint graph."""
+    return bool(node.meta.get("partitioner_tag") == "is_backward")

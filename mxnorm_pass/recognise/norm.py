@@ -1,0 +1,322 @@
+"""From a cast's input back to its RMSNorm: which row, which eps, which gain, rounded where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from mxnorm_pass.reasons import Decline
+from mxnorm_pass.recognise import aten, probes
+from mxnorm_pass.recognise.lift import MAX_PIECE, LiftError, Piece, lift
+
+_MEANS = (aten.aten.mean.dim, aten.aten.sum.dim_IntList)
+_VARIANCES = (
+    aten.aten.var_mean.correction,
+    aten.aten.var.correction,
+    aten.aten.native_layer_norm.default,
+    aten.aten.native_group_norm.default,
+)
+_FLOATS = (torch.float32, torch.bfloat16)
+_ULP = 2.0**-23
+_ROOT_ULPS = 4
+"""rsqrt, 1/sqrt, pow and the order of two products differ by this much in float32, at the most."""
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A recognised RMSNorm.
+
+    Attributes:
+        x: the row, before it is widened.
+        mean: the row mean of squares (or the sum of squares).
+        shifted: ``mean + eps``, the node whose users the rewrite cuts over; ``mean`` where there is
+            no eps.
+        eps: the constant, or the value that the probes used where ``eps_node`` is given.
+        eps_node: a 0-d tensor instead of a constant (``dynamic=True`` makes eps an input).
+        gain: node of shape ``[K]`` (or with leading ones) that multiplies the row; None without
+        gain.
+        gain_kind: ``w``, ``1+w``, ``other`` or ``none``, for the report.
+        norm_dtype: what ``x * rstd`` is rounded to before the gain.
+        out_dtype: what the cast reads.
+    """
+
+    x: Node
+    mean: Node
+    shifted: Node
+    eps: float
+    eps_node: Node | None
+    gain: Node | None
+    gain_kind: str
+    norm_dtype: torch.dtype
+    out_dtype: torch.dtype
+
+
+def recognise_norm(y: Node, k: int) -> NormSpec | None:
+    """The RMSNorm whose output is ``y``; None where no row statistic is near.
+
+    Row statistics are tried from the nearest on. The first is where a user would look for the norm,
+    so its reason is the one that is raised when none fits.
+    """
+    first: Decline | None = None
+    for statistic in _row_statistics(y):
+        try:
+            return _norm_at(statistic, y, k)
+        except Decline as decline:
+            first = first or decline
+    if first is not None:
+        raise first
+    return None
+
+
+def _row_statistics(y: Node) -> Iterator[Node]:
+    """Breadth first: a walk in depth would run up the residual stream and miss the norm at hand."""
+    seen = {y}
+    queue = [y]
+    for node in queue:
+        if node.target in _MEANS or node.target in _VARIANCES:
+            yield node
+            continue
+        selects_statistic = aten.is_call(node) and getattr(node.target, "__name__", "") == "getitem"
+        passes = aten.is_pointwise(node) or aten.keeps_order(node) or node.target in aten.EXPAND
+        if not (passes or selects_statistic):
+            continue
+        for source in node.all_input_nodes:
+            if source not in seen and len(seen) < MAX_PIECE:
+                seen.add(source)
+                queue.append(source)
+
+
+def _norm_at(statistic: Node, y: Node, k: int) -> NormSpec:
+    if statistic.target in _VARIANCES:
+        raise Decline("centred", "the row's variance, not its mean square", statistic)
+    if not aten.reduces_last_axis(statistic):
+        raise Decline("multi_axis", f"reduces {statistic.args[1]}", statistic)
+    squares = statistic.all_input_nodes[0]
+    width = aten.shape(squares)[-1]
+    if not isinstance(width, int) or width != k:
+        raise Decline("row_mismatch", f"mean over {width}, cast over {k}", statistic)
+    x = _squared(squares, statistic)
+    _check_not_centred(x)
+    if aten.dtype(x) not in _FLOATS or aten.dtype(y) not in _FLOATS:
+        raise Decline("unsupported_dtype", f"row {aten.dtype(x)}, cast reads {aten.dtype(y)}", y)
+    if aten.dtype(statistic) is not torch.float32:
+        raise Decline("unsupported_dtype", f"mean square in {aten.dtype(statistic)}", statistic)
+
+    try:
+        piece = lift(y, stops={x, statistic})
+    except LiftError as error:
+        raise Decline("norm_form", str(error), error.node) from error
+    if x not in piece.leaves or statistic not in piece.leaves:
+        raise Decline("norm_form", "the row is not scaled by its own mean square", y)
+    shifted, eps, eps_node = _shift(statistic)
+    gain = _gain(piece, eps_node, k)
+    norm_dtype = _rounding(piece, x, statistic, gain, eps, eps_node, y, k)
+    out_dtype = aten.dtype(y)
+    assert out_dtype is not None
+    return NormSpec(
+        x=x,
+        mean=statistic,
+        shifted=shifted,
+        eps=eps,
+        eps_node=eps_node,
+        gain=gain,
+        gain_kind=_gain_kind(gain),
+        norm_dtype=norm_dtype,
+        out_dtype=out_dtype,
+    )
+
+
+def _squared(squares: Node, statistic: Node) -> Node:
+    """The row that is squared: found by structure, confirmed by value."""
+    root = squares
+    while aten.keeps_order(root) or aten.is_widening(root):
+        root = root.all_input_nodes[0]
+    sources = root.all_input_nodes
+    if not aten.is_pointwise(root) or len(sources) != 1:
+        raise Decline("norm_form", "what is averaged is no function of one row", statistic)
+    x = sources[0]
+    while aten.is_widening(x):
+        x = x.all_input_nodes[0]
+    try:
+        piece = lift(squares, stops={x})
+    except LiftError as error:
+        raise Decline("norm_form", str(error), error.node) from error
+    values = probes.rows()[0].to(aten.dtype(x) or torch.float32)
+    if piece.sides or piece.leaves != (x,):
+        raise Decline("norm_form", "what is averaged is no function of one row", statistic)
+    # A square that overflows is Inf on both sides; one ulp is what pow and mul may differ by.
+    if not _within(piece.evaluate({x: values}), values.float().square(), 1):
+        raise Decline("norm_form", "what is averaged is not the square of the row", squares)
+    return x
+
+
+def _check_not_centred(x: Node) -> None:
+    """A row less its own mean is LayerNorm's row, not RMSNorm's."""
+    node = x
+    while aten.keeps_order(node) or aten.is_widening(node) or node.target is aten.CONVERT:
+        node = node.all_input_nodes[0]
+    if not aten.is_pointwise(node) or not aten.shape(node):
+        return
+    for operand in node.all_input_nodes:
+        size = aten.shape(operand)
+        per_row = bool(size) and isinstance(size[-1], int) and size[-1] == 1 != aten.shape(node)[-1]
+        if per_row and next(_row_statistics(operand), None) is not None:
+            raise Decline("centred", "the row has a row mean taken off", node)
+
+
+def _shift(mean: Node) -> tuple[Node, float, Node | None]:
+    """``mean + eps``: the node, the constant, and the 0-d tensor if eps is one."""
+    queue = [mean]
+    for node in queue:
+        for user in node.users:
+            if aten.is_backward(user):
+                continue
+            if aten.keeps_order(user):
+                queue.append(user)
+            elif user.target in (aten.aten.add.Tensor, aten.aten.add.Scalar):
+                other = user.args[1] if user.args[0] is node else user.args[0]
+                if isinstance(other, (int, float)):
+                    return user, float(other), None
+                given = aten.tensor(other) if isinstance(other, Node) else None
+                if isinstance(other, Node) and given is not None and given.dim() == 0:
+                    return user, 1e-3, other
+    return mean, 0.0, None
+
+
+def _gain(piece: Piece, eps_node: Node | None, k: int) -> Node | None:
+    """The one side input that has a value per column and none per row."""
+    gains = []
+    for side in piece.sides:
+        if side is eps_node:
+            continue
+        size = aten.shape(side)
+        if size and aten.same_shape(size, (*(1,) * (len(size) - 1), k)) and _is_vector(side):
+            gains.append(side)
+        else:
+            raise Decline("extra_operand", f"operand of shape {list(size)}", side)
+    if len(gains) > 1:
+        names = ", ".join(sorted(g.name for g in gains))
+        raise Decline("norm_form", f"several operands of shape [{k}]: {names}")
+    return gains[0] if gains else None
+
+
+def _is_vector(node: Node) -> bool:
+    """Comes from a tensor of one axis: a modulation of a batch of one, ``[1, 1, K]``, does not."""
+    seen = 0
+    while len(aten.shape(node)) != 1:
+        seen += 1
+        if seen > 8 or not (
+            aten.keeps_order(node) or node.target in aten.EXPAND or aten.is_pointwise(node)
+        ):
+            return False
+        sources = [n for n in node.all_input_nodes if aten.tensor(n) is not None]
+        if len(sources) != 1:
+            return False
+        node = sources[0]
+    return True
+
+
+def _gain_kind(gain: Node | None) -> str:
+    if gain is None:
+        return "none"
+    source = gain
+    while aten.is_pointwise(source) or aten.keeps_order(source):
+        sources = [n for n in source.all_input_nodes if aten.tensor(n) is not None]
+        if len(sources) != 1:
+            return "other"
+        source = sources[0]
+    if source is gain:
+        return "w"
+    try:
+        piece = lift(gain, stops={source})
+        values = probes.rows()[2].to(aten.dtype(source) or torch.float32)
+        got = piece.evaluate({source: values}).float()
+    except (LiftError, RuntimeError, TypeError):
+        return "other"
+    if torch.equal(got, values.float()):
+        return "w"
+    return "1+w" if torch.allclose(got, values.float() + 1, rtol=2.0**-8, atol=0) else "other"
+
+
+_cache: dict[tuple[Any, ...], torch.dtype | None] = {}
+
+
+def _rounding(
+    piece: Piece,
+    x: Node,
+    mean: Node,
+    gain: Node | None,
+    eps: float,
+    eps_node: Node | None,
+    y: Node,
+    k: int,
+) -> torch.dtype:
+    """The dtype to which ``x * rstd`` is rounded before the gain; declines where neither fits."""
+    is_sum = mean.target is aten.aten.sum.dim_IntList
+    roles = tuple(
+        "x" if n is x else "m" if n is mean else "g" if n is gain else "e" for n in piece.leaves
+    )
+    key = (piece.key, roles, eps, k if is_sum else None, aten.dtype(y))
+    if key not in _cache:
+        _cache[key] = _match_rounding(piece, x, mean, gain, eps, eps_node, y, k if is_sum else 1)
+    found = _cache[key]
+    if found is None:
+        raise Decline(
+            "norm_form", f"not x * rsqrt(mean(x^2) + {eps:g}) * gain in any known rounding order", y
+        )
+    return found
+
+
+def _match_rounding(
+    piece: Piece,
+    x: Node,
+    mean: Node,
+    gain: Node | None,
+    eps: float,
+    eps_node: Node | None,
+    y: Node,
+    divisor: int,
+) -> torch.dtype | None:
+    rows, mean_square, gains = probes.rows()
+    out_dtype = aten.dtype(y)
+    assert out_dtype is not None
+    values = rows.to(aten.dtype(x) or torch.float32)
+    given: dict[Node, Tensor] = {x: values, mean: mean_square * divisor}
+    if gain is not None:
+        gains = gains.to(aten.dtype(gain) or torch.float32)
+        given[gain] = gains
+    if eps_node is not None:
+        given[eps_node] = torch.tensor(eps, dtype=aten.dtype(eps_node))
+    try:
+        got = piece.evaluate(given)
+    except (RuntimeError, TypeError):
+        return None
+    if got.dtype is not out_dtype:
+        return None
+    # (mean * D) / D may round once more than the mean itself: the root sees half of it.
+    rstd = torch.rsqrt(mean_square.double() + eps).to(torch.float32)
+    slack = _ROOT_ULPS * _ULP
+    for norm_dtype in (torch.float32, torch.bfloat16):
+        bounds = []
+        for root in (rstd * (1 - slack), rstd, rstd * (1 + slack)):
+            h = (values.float() * root).to(norm_dtype)
+            if gain is not None:
+                h = h.float() * gains.float()
+            bounds.append(h.to(out_dtype).float())
+        stacked = torch.stack(bounds)
+        low, high = stacked.amin(0), stacked.amax(0)
+        if bool(((got.float() >= low) & (got.float() <= high)).all()):
+            return norm_dtype
+    return None
+
+
+def _within(got: Tensor, expected: Tensor, ulps: int) -> bool:
+    if got.shape != expected.shape or got.dtype is not torch.float32:
+        return False
+    near = (got - expected).abs() <= ulps * _ULP * expected.abs()
+    return bool((near | (got == expected)).all())

@@ -1,0 +1,265 @@
+"""MXNorm in readable eager PyTorch: the oracle of the tests.
+
+Nothing here shares code with the op: scales come from ``frexp`` or comparison in float64, elements
+from a search in the table of all codes. Slow, and meant to be checked by eye against the formulas.
+
+The method is arXiv 2603.13180. Notation: ``x`` a row of K elements, ``m_k`` the absmax of block k,
+``rho = rsqrt(rms^2 + eps)`` (called rstd in code), ``g`` the gain, ``W`` ``[N, K]`` the weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxnorm_pass.formats import E8M0_BIAS, E8M0_NAN, ELEMENTS, Cast, Element
+from mxnorm_pass.theory import correction as gaussian_correction
+
+DEFAULT_CAST = Cast("e4m3", 32, "rceil_log2", "reciprocal", "clamp")
+
+
+def rms_estimate(x: Tensor, block_size: int, p: int, correction: float | None = None) -> Tensor:
+    """``c * (mean_k m_k^p)^(1/p)``, float32 ``[..., 1]``.
+
+    Args:
+        x: ``[..., K]``, K a multiple of ``block_size``.
+        block_size: elements per block.
+        p: power of the mean.
+        correction: c(p, block_size); by default the constant of Gaussian rows.
+    """
+    c = gaussian_correction(p, block_size) if correction is None else correction
+    blocks = x.float().unflatten(-1, (x.shape[-1] // block_size, block_size))
+    absmax = blocks.abs().amax(-1)
+    power_mean: Tensor = absmax.pow(p).mean(-1, keepdim=True).pow(1 / p)
+    return c * power_mean
+
+
+def rstd(
+    x: Tensor, eps: float, rms: str = "p2", block_size: int = 32, correction: float | None = None
+) -> Tensor:
+    """``rsqrt(rms^2 + eps)``, float32 ``[..., 1]``; ``rms`` is ``p1``, ``p2`` or ``exact``.
+
+    eps stands inside the root, as in RMSNorm (the authors' earlier code has it outside: a stated
+    deviation that matters for rows whose rms is near ``sqrt(eps)``).
+    """
+    if rms == "exact":
+        square = x.float().square().mean(-1, keepdim=True)
+    else:
+        square = rms_estimate(x, block_size, int(rms[1:]), correction).square()
+    return torch.rsqrt(square + eps)
+
+
+def normalise(
+    x: Tensor,
+    rho: Tensor,
+    gain: Tensor | None,
+    norm_dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``x * rho``, rounded to ``norm_dtype``, times the gain, rounded to ``out_dtype`` (x's)."""
+    h = (x.float() * rho).to(norm_dtype)
+    y = h if gain is None else h.float() * gain.float()
+    return y.to(out_dtype or x.dtype)
+
+
+def scale_exponent(absmax: Tensor, element: Element, rule: str) -> Tensor:
+    """Biased E8M0 exponent as int64, by the definition of the rule; ``absmax`` float32."""
+    a = absmax.double()
+    if rule in ("floor", "ceil", "even"):
+        mantissa, exponent = torch.frexp(a)  # a = mantissa * 2**exponent, mantissa in [1/2, 1)
+        e = exponent.long() - 1
+        if rule == "ceil":
+            e += (mantissa > 0.5).long()
+        if rule == "even":
+            e += (2 * mantissa >= 2 - 2.0 ** -(element.mantissa_bits + 1)).long()
+        e = torch.where(a.isinf(), 128, torch.where(a == 0, -E8M0_BIAS, e))
+        byte = (e - element.max_exponent).clamp(-E8M0_BIAS, E8M0_BIAS + 1) + E8M0_BIAS
+    elif rule == "rceil_log2":
+        # By definition of the rule the logarithm is taken in float32.
+        e32 = torch.ceil(torch.log2(absmax / element.max)).clamp(-E8M0_BIAS, E8M0_BIAS)
+        byte = torch.where(e32.isnan(), 0.0, e32).long() + E8M0_BIAS
+        byte = torch.where(absmax.isinf(), 254, byte)
+    elif rule == "rceil_exact":
+        powers = torch.exp2(torch.arange(-E8M0_BIAS, E8M0_BIAS + 1, dtype=torch.float64))
+        byte = torch.searchsorted(powers, (absmax / element.max).double()).clamp(max=254)
+    else:
+        raise ValueError(f"rule {rule!r}: allowed are floor, ceil, even, rceil_log2, rceil_exact")
+    return torch.where(a.isnan(), E8M0_NAN, byte)
+
+
+def _positive_codes(element: Element) -> Tensor:
+    """All finite non-negative values of an element dtype in ascending order: index = code."""
+    codes = torch.arange(128, dtype=torch.uint8).view(element.dtype).double()
+    return codes[codes.isfinite()]
+
+
+def round_to_element(scaled: Tensor, element: Element, saturate: str) -> Tensor:
+    """Nearest code by search, ties to the even code; float64 in, element dtype out."""
+    if saturate == "bare":
+        return scaled.float().to(element.dtype)
+    table = _positive_codes(element)
+    magnitude = scaled.abs().clamp(max=element.max)
+    upper = torch.searchsorted(table, magnitude.nan_to_num(0.0)).clamp(max=len(table) - 1)
+    lower = (upper - 1).clamp(min=0)
+    below, above = magnitude - table[lower], table[upper] - magnitude
+    take_lower = (below < above) | ((below == above) & (lower % 2 == 0))
+    code = torch.where(take_lower, lower, upper)
+    code = torch.where(scaled.isnan(), 0x7F, code | (torch.signbit(scaled).long() << 7))
+    return code.to(torch.uint8).view(element.dtype)
+
+
+def quantize(y: Tensor, cast: Cast = DEFAULT_CAST) -> tuple[Tensor, Tensor]:
+    """Microscaling cast of ``y`` ``[..., K]`` along its last axis.
+
+    Returns:
+        ``qdata`` ``[..., K]`` in the element dtype and ``scale`` uint8 ``[..., K / block_size]``.
+    """
+    element = ELEMENTS[cast.element]
+    blocks = y.float().unflatten(-1, (y.shape[-1] // cast.block_size, cast.block_size))
+    absmax = blocks.abs().amax(-1, keepdim=True)
+    byte = scale_exponent(absmax, element, cast.rule)
+    power = torch.exp2(byte.double() - E8M0_BIAS)
+    if cast.apply == "reciprocal":
+        power = torch.where(byte == 0, 1.0, power)
+        power = torch.where(byte == E8M0_NAN, absmax.double(), power)
+    else:
+        power = torch.where(byte == E8M0_NAN, torch.inf, power.clamp(min=2.0**-126))
+    # Dividing a float32 by a power of two is exact in float64; the graph rounds the quotient to
+    # float32 once, which shows only where it is subnormal.
+    scaled = (blocks.double() / power).float().double()
+    qdata = round_to_element(scaled, element, cast.saturate)
+    return qdata.reshape(y.shape), byte.to(torch.uint8).squeeze(-1)
+
+
+def dequantize(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """``qdata * 2**(scale - 127)`` in ``dtype``; scale byte 255 gives NaN."""
+    block = qdata.shape[-1] // scale.shape[-1]
+    power = torch.exp2(scale.double() - E8M0_BIAS)
+    power = torch.where(scale == E8M0_NAN, torch.nan, power).repeat_interleave(block, -1)
+    return (qdata.double() * power).to(dtype)
+
+
+def fake_quantize(y: Tensor, cast: Cast = DEFAULT_CAST) -> Tensor:
+    """Cast and back, in the dtype of ``y``."""
+    return dequantize(*quantize(y, cast), y.dtype)
+
+
+class _MXNormLinear(torch.autograd.Function):
+    """The straight-through contract, stated once.
+
+    Forward: ``cast(x * rho) @ cast(W * g)^T`` (folded) or ``cast(x * rho * g) @ cast(W)^T``.
+    Backward: what autograd makes of RMSNorm -> MX linear, with rho in the place of the true
+    reciprocal RMS and the estimate itself treated as a mean of squares::
+
+        dy     = cast(dout) @ cast(W along N)           # W without the gain
+        u      = g * dy
+        dx     = rho * u - x * rho^3 * mean(x * u)
+        dgamma = sum over tokens of dy * (x * rho)
+        dW     = cast(dout along tokens)^T @ cast(y along tokens),  y = x * rho * g
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gain: Tensor,
+        weight: Tensor,
+        rho: Tensor,
+        fold: bool,
+        norm_dtype: torch.dtype,
+        cast: Cast,
+    ) -> Tensor:
+        ctx.save_for_backward(x, gain, weight, rho)
+        ctx.norm_dtype, ctx.cast = norm_dtype, cast
+        if fold:
+            activation = dequantize(*quantize(x.float() * rho, cast), x.dtype)
+            operand = dequantize(*quantize(weight.float() * gain.float(), cast), weight.dtype)
+        else:
+            activation = fake_quantize(normalise(x, rho, gain, norm_dtype), cast)
+            operand = fake_quantize(weight, cast)
+        return activation @ operand.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain, weight, rho = ctx.saved_tensors
+        dout, cast = grads[0].contiguous(), ctx.cast
+        rows = dout.reshape(-1, dout.shape[-1])
+        weight_along_n = fake_quantize(weight.T.contiguous(), cast)  # [K, N], blocks along N
+        dy = (fake_quantize(rows, cast) @ weight_along_n.T).view(x.shape)
+        y = normalise(x, rho, gain, ctx.norm_dtype).reshape(-1, x.shape[-1])
+        y_along_tokens = fake_quantize(y.T.contiguous(), cast)
+        dout_along_tokens = fake_quantize(rows.T.contiguous(), cast)
+        dweight = dout_along_tokens @ y_along_tokens.T
+
+        x32, dy32 = x.float(), dy.float()
+        u = dy32 * gain.float()
+        dx = rho * u - x32 * rho.pow(3) * (x32 * u).mean(-1, keepdim=True)
+        dgain = (dy32 * (x32 * rho)).reshape(-1, x.shape[-1]).sum(0)
+        return dx.to(x.dtype), dgain.to(gain.dtype), dweight, None, None, None, None
+
+
+class MXNorm(nn.Module):
+    """RMSNorm whose root is estimated from block absmax values; differentiable straight through.
+
+    Args:
+        hidden: row length K.
+        eps: inside the root.
+        rms: ``p1``, ``p2`` or ``exact``.
+        block_size: elements per block, a divisor of ``hidden``.
+    """
+
+    def __init__(
+        self, hidden: int, eps: float = 1e-6, rms: str = "p2", block_size: int = 32
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+        self.eps, self.rms, self.block_size = eps, rms, block_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., K]`` in, the same shape and dtype out."""
+        true = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        estimate = rstd(x, self.eps, self.rms, self.block_size).detach()
+        # In value the estimate; in gradient d(rho)/dx = -rho^3 x / K, RMSNorm's formula at rho.
+        ratio = (estimate / true).detach()
+        rho = estimate + (true - true.detach()) * ratio**3
+        return (x.float() * rho * self.weight.float()).to(x.dtype)
+
+
+class MXNormLinear(nn.Module):
+    """MXNorm and an MX linear in one, emulated: ``cast(x * rho) @ cast(W * g)^T``.
+
+    Args:
+        gain: norm weight ``[K]``.
+        weight: linear weight ``[N, K]``.
+        eps: inside the root.
+        rms: ``p1``, ``p2`` or ``exact``.
+        fold: gain in the weight (training) or in the row.
+        norm_dtype: what ``x * rho`` is rounded to before the gain, where the gain is in the row and
+        for
+            dW: bfloat16 for transformers' Llama, float32 for torch's RMSNorm.
+        cast: the microscaling cast of every operand.
+    """
+
+    def __init__(
+        self,
+        gain: Tensor,
+        weight: Tensor,
+        eps: float = 1e-6,
+        rms: str = "p2",
+        fold: bool = True,
+        norm_dtype: torch.dtype = torch.float32,
+        cast: Cast = DEFAULT_CAST,
+    ) -> None:
+        super().__init__()
+        self.gain, self.weight = nn.Parameter(gain), nn.Parameter(weight)
+        self.eps, self.rms, self.fold, self.norm_dtype, self.cast = eps, rms, fold, norm_dtype, cast
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., K]`` in, ``[..., N]`` out, dtype of ``x``; K and tokens multiples of 32."""
+        rho = rstd(x.detach(), self.eps, self.rms, self.cast.block_size)
+        out: Tensor = _MXNormLinear.apply(  # type: ignore[no-untyped-call]
+            x, self.gain, self.weight, rho, self.fold, self.norm_dtype, self.cast
+        )
+        return out

@@ -1,0 +1,138 @@
+"""The report of a compile: sites, what became of them, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mxnorm_pass.report.text import render
+
+if TYPE_CHECKING:
+    from mxnorm_pass.recognise.sites import Declined
+
+SCHEMA = 1
+
+
+class RewriteError(RuntimeError):
+    """Fewer sites were rewritten than ``require_rewrites`` asks for; the message holds the
+    table.
+    """
+
+
+@dataclass
+class SiteReport:
+    """One norm and one cast of it.
+
+    Attributes:
+        norm: module path of the norm.
+        consumers: module paths of the linears that read the cast.
+        status: ``rewritten`` or ``declined``.
+        reason: a key of :data:`mxnorm_pass.reasons.REASONS`; None when rewritten.
+        detail: what was found instead, with the node's name.
+        spec: eps, gain kind and where it is applied, block size, element, scale rule, layout,
+        kernel.
+        also_read_by: linears that read the norm's output without an MX cast.
+    """
+
+    norm: str
+    consumers: list[str]
+    status: Literal["rewritten", "declined"]
+    reason: str | None = None
+    detail: str = ""
+    spec: dict[str, Any] = field(default_factory=dict)
+    also_read_by: list[str] = field(default_factory=list)
+
+    @classmethod
+    def declined(cls, declined: Declined) -> SiteReport:
+        """From what recognition found."""
+        return cls(declined.path, declined.consumers, "declined", declined.reason, declined.detail)
+
+
+@dataclass
+class GraphReport:
+    """One graph that torch.compile handed over.
+
+    Attributes:
+        training: a joint graph of forward and backward.
+        sites: rewritten and declined sites.
+        plain_casts: forward MX casts (weights, other activations) that no norm feeds.
+        seconds: time the pass took.
+        from_cache: the compiled graph came from torch's cache, and this report from beside it.
+        failure: traceback, where the pass failed on the graph as a whole and left it alone.
+    """
+
+    training: bool
+    sites: list[SiteReport] = field(default_factory=list)
+    plain_casts: int = 0
+    seconds: float = 0.0
+    from_cache: bool = False
+    failure: str | None = None
+
+    @property
+    def rewritten(self) -> int:
+        """Number of rewritten sites."""
+        return sum(site.status == "rewritten" for site in self.sites)
+
+    @property
+    def declined(self) -> int:
+        """Number of sites left alone."""
+        return len(self.sites) - self.rewritten
+
+    def summary(self) -> str:
+        """One line for the log."""
+        kind = "training" if self.training else "inference"
+        return (
+            f"{kind} graph: {len(self.sites)} sites, {self.rewritten} rewritten, "
+            f"{self.declined} declined, {self.plain_casts} casts without a norm, "
+            f"{self.seconds:.3f} s"
+        )
+
+
+@dataclass
+class Report:
+    """What was rewritten, what was not, and why; ``print(report)`` gives a table."""
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def sites(self) -> list[SiteReport]:
+        """Sites of all graphs."""
+        return [site for graph in self.graphs for site in graph.sites]
+
+    @property
+    def rewritten(self) -> int:
+        """Number of rewritten sites over all graphs."""
+        return sum(graph.rewritten for graph in self.graphs)
+
+    def add(self, graph: GraphReport) -> None:
+        """Append a graph's report."""
+        self.graphs.append(graph)
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The report as JSON text, also written to ``path`` where one is given."""
+        content = {"schema": SCHEMA, **dataclasses.asdict(self)}
+        text = json.dumps(content, indent=1)
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Inverse of :meth:`to_json`; ValueError for text of another schema."""
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            raise ValueError(f"not a report of schema {SCHEMA}")
+        return cls([_graph(g) for g in content["graphs"]], list(content["warnings"]))
+
+
+def _graph(content: dict[str, Any]) -> GraphReport:
+    sites: Iterable[dict[str, Any]] = content.pop("sites")
+    return GraphReport(**content, sites=[SiteReport(**site) for site in sites])

@@ -1,0 +1,105 @@
+"""The report as a table of at most 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from mxnorm_pass.reasons import REASONS
+
+if TYPE_CHECKING:
+    from mxnorm_pass.report.report import Report, SiteReport
+
+WIDTH = 100
+
+
+def render(report: Report) -> str:
+    """Summary line, one row per site, then the reasons that occur and what to do about each."""
+    sites = report.sites
+    rewritten = report.rewritten
+    lines = [
+        f"mxnorm: {len(report.graphs)} graph(s) seen, {len(sites)} site(s), {rewritten} rewritten, "
+        f"{len(sites) - rewritten} declined"
+    ]
+    if not sites:
+        lines.append("Nothing to rewrite: no MX cast in these graphs is fed by an RMSNorm.")
+    cached = sum(graph.from_cache for graph in report.graphs)
+    if cached:
+        lines.append(f"{cached} graph(s) came compiled from torch's cache.")
+    rows = [("norm", "consumers", "status", "spec"), *map(_row, sites)]
+    if sites:
+        lines += _table(rows)
+    for site in sites:
+        if site.status == "declined":
+            lines += _wrap(f"{site.norm or '?'}: {site.reason}: {_brief(site.detail)}")
+        elif site.also_read_by:
+            readers = ", ".join(site.also_read_by)
+            lines += _wrap(f"{site.norm}: also read, unquantised, by {readers}")
+    for reason in sorted({site.reason for site in sites if site.reason}):
+        what, advice = REASONS[reason]
+        lines += _wrap(f"{reason}: {what}. What you can do: {advice}.")
+    for graph in report.graphs:
+        if graph.failure:
+            lines += ["the pass failed on a graph, which stays as it was:", graph.failure.rstrip()]
+    for warning in report.warnings:
+        lines += _wrap(f"warning: {warning}")
+    return "\n".join(lines)
+
+
+def _row(site: SiteReport) -> tuple[str, str, str, str]:
+    status = "rewritten" if site.status == "rewritten" else f"declined: {site.reason}"
+    return site.norm or "?", _consumers(site), status, _spec(site)
+
+
+def _spec(site: SiteReport) -> str:
+    spec = site.spec
+    if not spec:
+        return ""
+    parts = [f"{spec['element']}/{spec['block_size']}", str(spec["scale_rule"])]
+    if "rms" in spec:
+        parts.append(str(spec["rms"]))
+        parts.append("no gain" if spec["gain"] == "none" else f"{spec['gain']} {spec['gain_at']}")
+    return " ".join(parts)
+
+
+def _consumers(site: SiteReport) -> str:
+    """Relative to the norm's parent, the common parent once: ``self_attn.{q_proj,k_proj}``."""
+    scope = site.norm.rpartition(".")[0] + "."
+    paths = [p.removeprefix(scope) for p in site.consumers]
+    parents = {p.rpartition(".")[0] for p in paths}
+    if len(paths) > 1 and len(parents) == 1:
+        parent = parents.pop()
+        names = ",".join(p.rpartition(".")[2] for p in paths)
+        return f"{parent}.{{{names}}}" if parent else f"{{{names}}}"
+    return ", ".join(paths) or "?"
+
+
+def _table(rows: list[tuple[str, str, str, str]]) -> list[str]:
+    fixed = [max(len(row[i]) for row in rows) for i in (2, 3)]
+    # What status and spec leave is shared by the two columns of paths.
+    room = WIDTH - sum(fixed) - 6
+    norm = min(max(len(row[0]) for row in rows), max(room // 2, 12))
+    consumers = min(max(len(row[1]) for row in rows), max(room - norm, 12))
+    widths = [norm, consumers, *fixed]
+    lines = []
+    for i, row in enumerate(rows):
+        cells = (_fit(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+        if i == 0:
+            lines.append("  ".join("-" * w for w in widths))
+    return lines
+
+
+def _fit(text: str, width: int) -> str:
+    """The end of a path says more than its beginning."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
+def _brief(detail: str) -> str:
+    """Of a traceback, its last line; the whole is in the report's ``detail``."""
+    lines = detail.strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")

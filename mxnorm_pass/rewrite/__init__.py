@@ -1,0 +1,6 @@
+"""Rewriting: sites -> changed graph. All changes of a site succeed together or not at all."""
+
+from mxnorm_pass.rewrite.edit import Edit
+from mxnorm_pass.rewrite.site import Applied, rewrite_site
+
+__all__ = ["Applied", "Edit", "rewrite_site"]

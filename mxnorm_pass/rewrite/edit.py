@@ -1,0 +1,146 @@
+"""Graph edits that can be taken back, and that keep metadata right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from mxnorm_pass.compat import FakeTensor, FakeTensorMode
+from mxnorm_pass.recognise import aten
+
+# What a new node inherits from the node it stands for: where the user's code was, which half of the
+# joint graph it is in, and what activation checkpointing decided. Without the last three, the
+# partitioner saves what it was told to recompute.
+_INHERITED = (
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "source_fn_stack",
+    "seq_nr",
+    "fwd_source_fn_stack",
+    "custom",
+    "partitioner_tag",
+    "recompute",
+    "ac_graph_id",
+)
+
+
+class Edit:
+    """A set of changes to one graph: :meth:`rollback` takes all back, :meth:`finish` tidies up."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._undo: list[Callable[[], None]] = []
+        self._stale: list[Node] = []
+        self._mode = _fake_mode(graph)
+        self._last_placeholder = [n for n in graph.nodes if n.op == "placeholder"][-1]
+
+    def call(self, target: Any, args: tuple[Any, ...], *, like: Node, after: Node) -> Node:
+        """A new call, with its fake value computed and the other metadata taken from ``like``."""
+        # Placeholders stay together at the top, as AOTAutograd's partitioner expects.
+        spot = self._last_placeholder if after.op == "placeholder" else after
+        with self.graph.inserting_after(spot):
+            node = self.graph.call_function(target, args)
+        self._undo.append(lambda: self.graph.erase_node(node))
+        node.meta = {key: like.meta[key] for key in _INHERITED if key in like.meta}
+        self._infer(node)
+        return node
+
+    def clone(self, node: Node, source: Node, *, after: Node) -> Node:
+        """``node`` again, reading ``source`` in the place of its first input."""
+        args = map_arg(node.args, lambda n: source if n is node.all_input_nodes[0] else n)
+        return self.call(node.target, args, like=node, after=after)
+
+    def replace(self, old: Node, new: Node, users: Iterable[Node] | None = None) -> None:
+        """Let ``users`` (all, unless given) read ``new`` instead of ``old``."""
+        for user in list(old.users if users is None else users):
+            args, kwargs = user.args, user.kwargs
+
+            def undo(user: Node = user, args: Any = args, kwargs: Any = kwargs) -> None:
+                user.args, user.kwargs = args, kwargs
+
+            self._undo.append(undo)
+            user.replace_input_with(old, new)
+        self._stale.append(old)
+
+    def refresh(self, nodes: Iterable[Node]) -> None:
+        """Recompute fake values, in the order given, after an input changed its dtype."""
+        for node in nodes:
+            before = node.meta.get("val")
+
+            def undo(node: Node = node, before: Any = before) -> None:
+                node.meta["val"] = before
+
+            self._undo.append(undo)
+            self._infer(node)
+
+    def rollback(self) -> None:
+        """Leave the graph as it was found."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self._stale.clear()
+
+    def finish(self) -> None:
+        """Erase what the edits left without users; what was dead before stays, it is not ours."""
+        stack = list(dict.fromkeys(self._stale))
+        erased: set[Node] = set()
+        while stack:
+            node = stack.pop()
+            if node in erased or node.op in ("placeholder", "output"):
+                continue
+            # Export-style graphs assert the dtype of intermediates: impure, and pointless once
+            # their subject has no other reader.
+            if all(user.target in aten.METADATA_ASSERTS for user in node.users):
+                for user in list(node.users):
+                    self.graph.erase_node(user)
+                    erased.add(user)
+            if node.users or node.is_impure():
+                continue
+            stack.extend(node.all_input_nodes)
+            self.graph.erase_node(node)
+            erased.add(node)
+        self._undo.clear()
+        self._stale.clear()
+
+    def _infer(self, node: Node) -> None:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with self._mode:
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta.pop("tensor_meta", None)
+
+
+def _fake_mode(graph: Graph) -> FakeTensorMode:
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, FakeTensor):
+            return val.fake_mode
+    raise RuntimeError("the graph has no fake tensors in node.meta['val']")
+
+
+def view(edit: Edit, source: Node, like: Node, sizes_from: Node, *, after: Node) -> Node:
+    """``source`` in the shape of ``like``; the same elements in the same order.
+
+    One symbolic size is written -1. Several are read off ``sizes_from``, a tensor that stays alive.
+    """
+    size = aten.shape(like)
+    if aten.same_shape(aten.shape(source), size):
+        return source
+    symbolic = [s for s in size if not isinstance(s, int)]
+    target: list[Any] = list(size)
+    for i, s in enumerate(size):
+        if isinstance(s, int):
+            continue
+        if len(symbolic) == 1:
+            target[i] = -1
+            continue
+        axis = next(j for j, t in enumerate(aten.shape(sizes_from)) if aten.same_size(s, t))
+        target[i] = edit.call(
+            torch.ops.aten.sym_size.int, (sizes_from, axis), like=source, after=after
+        )
+        after = target[i]
+    return edit.call(torch.ops.aten.view.default, (source, target), like=source, after=after)

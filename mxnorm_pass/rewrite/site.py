@@ -1,0 +1,131 @@
+"""One site: insert the op, hand its outputs to the cast's readers, cut the norm over to rstd."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.ops import OP
+from mxnorm_pass.ops.rmsnorm_mxquant import rounding_name
+from mxnorm_pass.recognise import Site, aten
+from mxnorm_pass.rewrite.edit import Edit, view
+from mxnorm_pass.rewrite.fold import fold_gain
+from mxnorm_pass.theory import correction as gaussian_correction
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was decided for a site while rewriting it."""
+
+    op: Node
+    gain_at: str
+    """``fold``, ``kernel`` or ``none``."""
+    rms: str
+    """``p1``, ``p2`` or ``exact``."""
+    correction: float
+    rounding: str
+
+
+def rewrite_site(
+    edit: Edit, site: Site, config: MXNormConfig, *, training: bool, calibration: dict[str, float]
+) -> Applied:
+    """Rewrite one site; the caller rolls the edit back if this raises."""
+    norm = site.norm
+    root = norm.shifted
+    fold = norm.gain is not None and site.weights is not None and _wants_fold(config, training)
+    gain_at = "none" if norm.gain is None else "fold" if fold else "kernel"
+    rms = "exact" if config.rms == "exact" else f"p{config.p}"
+    constant = 1.0
+    if rms != "exact":
+        constant = calibration.get(site.path) or gaussian_correction(config.p, site.cast.block_size)
+    # Folded, the product x * rstd is the cast's input itself: it stays float32, since a rounding to
+    # bfloat16 in between would only add an error that the unfolded graph had to make.
+    rounding = "f32->f32" if fold else rounding_name(norm.norm_dtype, norm.out_dtype)
+
+    after = root
+    gain = None
+    if norm.gain is not None and not fold:
+        gain = norm.gain
+        if len(aten.shape(gain)) != 1:
+            gain = edit.call(_aten.view.default, (gain, [site.k]), like=root, after=gain)
+    op = edit.call(
+        OP,
+        (norm.x, gain, norm.eps_node, norm.eps, rms, constant, rounding, str(site.cast)),
+        like=root,
+        after=after,
+    )
+    qdata, scale, rstd = (
+        edit.call(operator.getitem, (op, i), like=root, after=op) for i in range(3)
+    )
+
+    for cast, _ in site.casts:
+        for old, new in ((n, qdata) for n in cast.codes):
+            edit.replace(old, view(edit, new, old, norm.x, after=new))
+        for old, new in ((n, scale) for n in cast.bytes):
+            edit.replace(old, view(edit, new, old, norm.x, after=new))
+        _release_sizes(edit, site, (cast.source, *cast.chain))
+    if fold:
+        assert site.weights is not None and norm.gain is not None
+        for weight in site.weights:
+            fold_gain(edit, weight, norm.gain)
+    _cut_over(edit, root, rstd)
+    return Applied(op, gain_at, rms, constant, rounding)
+
+
+def _wants_fold(config: MXNormConfig, training: bool) -> bool:
+    if config.gain == "auto":
+        return training and config.rms != "exact"
+    return config.gain == "fold"
+
+
+def _cut_over(edit: Edit, root: Node, rstd: Node) -> None:
+    """Recompute every user of ``root = mean(x^2) + eps`` from rstd, the backward included.
+
+    This is the straight-through gradient: autograd's own formula stays, with the op's rstd in it.
+    For ``pow(root, -0.5)`` the backward reads ``pow(root, -1.5)``, for ``sqrt`` the root of it, and
+    so on.
+    """
+    if not aten.same_shape(aten.shape(rstd), aten.shape(root)):
+        rstd = edit.call(_aten.squeeze.dim, (rstd, -1), like=root, after=rstd)
+    plain: list[Node] = []
+    for user in list(root.users):
+        if user is rstd:
+            continue
+        if user.target is _aten.rsqrt.default:
+            edit.replace(user, rstd)
+        elif user.target is _aten.sqrt.default:
+            new = edit.call(_aten.reciprocal.default, (rstd,), like=user, after=user)
+            edit.replace(user, new)
+        elif user.target is _aten.pow.Tensor_Scalar:
+            exponent = -2.0 * float(user.args[1])  # type: ignore[arg-type]
+            if exponent == 1.0:
+                edit.replace(user, rstd)
+            else:
+                new = edit.call(_aten.pow.Tensor_Scalar, (rstd, exponent), like=user, after=user)
+                edit.replace(user, new)
+        else:
+            plain.append(user)
+    if plain:
+        square = edit.call(_aten.mul.Tensor, (rstd, rstd), like=root, after=rstd)
+        again = edit.call(_aten.reciprocal.default, (square,), like=root, after=square)
+        edit.replace(root, again, plain)
+
+
+def _release_sizes(edit: Edit, site: Site, nodes: tuple[Node, ...]) -> None:
+    """Symbolic sizes read off the norm's output would keep it alive: take the row's."""
+    x = site.norm.x
+    for node in nodes:
+        for user in list(node.users):
+            if user.target not in aten.SYM_SIZE:
+                continue
+            size = user.meta["val"]
+            for axis, other in enumerate(aten.shape(x)):
+                if aten.same_size(size, other):
+                    edit.replace(user, edit.call(user.target, (x, axis), like=user, after=x))
+                    break
