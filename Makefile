@@ -49,10 +49,10 @@ demo: $(STAMP) ## train a small Llama three ways and compare the losses
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: lint ## lint, types, all tests, coverage of the package
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --cov=mxnorm_pass --cov-report=term-missing:skip-covered --cov-fail-under=$(COV_MIN) $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov=mxnorm_pass --cov-report=term-missing:skip-covered --cov-fail-under=$(COV_MIN) $(PYTEST_ARGS)
 
 quick: $(STAMP) ## the tests that are neither slow nor need a GPU
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not cuda" $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not cuda" $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff and mypy, nothing is changed
 	$(BIN)/ruff check $(SOURCES)
@@ -64,7 +64,7 @@ format: $(STAMP) ## let ruff fix and format
 	$(BIN)/ruff format $(SOURCES)
 
 clean: ## remove caches, reports and builds, keep .venv
-	rm -rf build dist out htmlcov *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf build dist demo-out htmlcov *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv too

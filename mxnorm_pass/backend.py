@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,32 +47,43 @@ class MXNormBackend:
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        """Compile one graph; Dynamo calls this."""
+        """Compile one graph; Dynamo calls this.
+
+        Raises:
+            RewriteError: where ``require_rewrites`` is not met.
+        """
         config, inductor = MXNormConfig.split_options(options, self.config)
         patches: dict[str, Any] = {**compat.mode_options(mode), **inductor}
-        graph_pass = _chained(config, patches)
+        # Requirements are checked here, where they hold on a cache hit as well.
+        graph_pass = _chained(dataclasses.replace(config, require_rewrites=None), patches)
         patches[HOOK] = graph_pass
         key = store.key(gm, example_inputs, graph_pass.identity())
-        before = len(graph_pass.report.graphs)
+        # compile_fx owns the graph that it is given; the copy shares parameters and buffers.
+        spare = GraphModule(gm, copy.deepcopy(gm.graph))
         compiled = _compile(gm, example_inputs, config, patches)
-        graphs = graph_pass.report.graphs[before:]
+        graphs = graph_pass.report.graphs
         if graphs:
             store.save(key, graphs)
         else:
-            graphs = self._cached(key, graph_pass)
+            # torch found the compiled graph in its cache and did not call the pass.
+            graphs = store.load(key) or _retrace(spare, example_inputs, patches)
+            for graph in graphs:
+                graph.from_cache = True
         self.report.graphs.extend(graphs)
+        for graph in graphs:
+            graph_pass.require(graph, config.require_rewrites)
         return compiled
 
-    def _cached(self, key: str, graph_pass: MXNormPass) -> list[GraphReport]:
-        """The pass was not called: torch found the compiled graph in its cache."""
-        graphs = store.load(key)
-        for graph in graphs:
-            graph.from_cache = True
-        if not graphs:
-            log.warning(
-                "graph taken from torch's cache and its report is gone; clear the cache to see it"
-            )
-        return graphs
+
+def _retrace(
+    gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]
+) -> list[GraphReport]:
+    """The report of a cached graph whose entry in the store is gone, from tracing it again."""
+    graph_pass = patches[HOOK]
+    config = dataclasses.replace(graph_pass.config, inner="eager", dump_dir=None)
+    again = MXNormPass(config, graph_pass.previous)
+    _compile(gm, example_inputs, config, {**patches, HOOK: again})
+    return again.report.graphs
 
 
 def _chained(config: MXNormConfig, patches: dict[str, Any]) -> MXNormPass:
@@ -136,6 +148,8 @@ def inductor_options(config: MXNormConfig | None = None) -> dict[str, Any]:
     return {HOOK: _chained(chosen, {})}
 
 
+_calls = itertools.count()
+
 _BY_NAME: dict[str, MXNormBackend] = {
     "mxnorm": MXNormBackend(MXNormConfig(), "mxnorm"),
     "mxnorm_exact": MXNormBackend(MXNormConfig(rms="exact"), "mxnorm_exact"),
@@ -199,13 +213,16 @@ def explain(
             and target.training
             and any(p.requires_grad for p in target.parameters())
         )
-    # Other compiled code of the process stays; only this function's own frames are dropped.
-    with torch.random.fork_rng(), torch.set_grad_enabled(training):
+    # Each call is a compile of its own, and must not run into the limit of recompiles.
+    limit = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
+    with torch.random.fork_rng(), torch.set_grad_enabled(training), limit:
         compiled = torch.compile(_fresh(target), backend=tracer)
         try:
             compiled(*inputs, **kwargs)
         except Exception as error:
             _reraise(error)
+    if not tracer.report.graphs:
+        tracer.report.warnings.append("torch.compile handed over no graph: nothing was looked at")
     tracer.report.warnings.extend(_dropped_biases(target, tracer.report))
     return tracer.report
 
@@ -213,10 +230,11 @@ def explain(
 def _fresh(model: Callable[..., Any]) -> Callable[..., Any]:
     """A new function around the model, so that Dynamo's cache of compiled frames is not asked."""
 
-    @functools.wraps(getattr(model, "forward", model))
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
+    # Dynamo keeps compiled frames with the code object, and this one is shared by all calls.
+    call.__code__ = call.__code__.replace(co_name=f"explain_{next(_calls)}")
     return call
 
 

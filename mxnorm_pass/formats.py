@@ -130,7 +130,7 @@ def scale_byte(absmax: Tensor, element: Element, rule: Rule) -> Tensor:
     ``floor``, ``ceil``, ``even`` take the exponent of the absmax (truncated, rounded up, or rounded
     to nearest even at the element's mantissa) less ``element.max_exponent`` (MX spec 6.3 and
     torchao). ``rceil_*`` round ``absmax / element.max`` up to a power of two (cuBLAS):
-    ``rceil_log2`` by ``ceil(log2(.))`` in float32, which is up to 16 ulp late above a power of two;
+    ``rceil_log2`` by ``ceil(log2(.))`` in float32, which is up to 22 ulp late above a power of two;
     ``rceil_exact`` on the bits, as the instruction ``cvt.rp.satfinite.ue8m0x2.f32`` does.
     """
     nan = torch.isnan(absmax)

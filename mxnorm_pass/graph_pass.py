@@ -18,6 +18,7 @@ from torch.fx import Graph
 
 from mxnorm_pass.compat import CustomGraphPass, stable_topological_sort, unset_fake_temporarily
 from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import Found, Site, aten, find_sites
 from mxnorm_pass.report import GraphReport, Report, RewriteError, SiteReport
 from mxnorm_pass.rewrite import Applied, Edit, rewrite_site
@@ -52,8 +53,9 @@ class MXNormPass(CustomGraphPass):
         """Rewrite in place; raises :class:`RewriteError` where ``require_rewrites`` is not met."""
         for earlier in self.previous:
             earlier(graph)
-        self.report.add(self.apply(graph))
-        self.require(self.report.graphs[-1])
+        result = self.apply(graph)
+        self.report.add(result)
+        self.require(result, self.config.require_rewrites)
 
     def apply(self, graph: Graph) -> GraphReport:
         """Rewrite one graph in place and say what was done; raises under ``strict`` only."""
@@ -88,6 +90,10 @@ class MXNormPass(CustomGraphPass):
                 applied = rewrite_site(
                     edit, site, self.config, training=training, calibration=calibration
                 )
+            except Decline as decline:
+                edit.rollback()
+                result.sites.append(_declined_site(site, decline.reason, decline.detail))
+                continue
             except Exception:
                 edit.rollback()
                 if self.config.strict:
@@ -108,9 +114,9 @@ class MXNormPass(CustomGraphPass):
         if self.config.strict:
             graph.lint()
 
-    def require(self, result: GraphReport) -> None:
+    @staticmethod
+    def require(result: GraphReport, required: int | None) -> None:
         """Raise :class:`RewriteError` where the graph has fewer rewritten sites than required."""
-        required = self.config.require_rewrites
         if required is not None and result.rewritten < required:
             raise RewriteError(
                 f"{result.rewritten} of {required} required sites were rewritten in this graph\n"
@@ -123,8 +129,8 @@ class MXNormPass(CustomGraphPass):
         gaussian = self.config.rms == "mx" and self.config.correction == "gaussian"
         if gaussian and not result.training and result.rewritten:
             _warn_once(
-                "mxnorm: this inference graph estimates the RMS with the constant of Gaussian rows. "
-                'A checkpoint trained with RMSNorm wants backend="mxnorm_exact" or a calibration.'
+                "mxnorm: this inference graph estimates the RMS with the constant of Gaussian "
+                "rows; a checkpoint trained with RMSNorm wants mxnorm_exact or a calibration"
             )
 
     def uuid(self) -> Any | None:
@@ -147,7 +153,13 @@ class MXNormPass(CustomGraphPass):
     def identity(self, earlier: Sequence[Any] = ()) -> str:
         """The hash behind :meth:`uuid`, whatever the options."""
         digest = hashlib.sha256(_sources())
-        digest.update(repr(sorted(self.config.describe().items())).encode())
+        # Whatever these say, the rewritten graph is the same.
+        relevant = {
+            name: value
+            for name, value in self.config.describe().items()
+            if name not in ("require_rewrites", "strict", "dump_dir")
+        }
+        digest.update(repr(sorted(relevant.items())).encode())
         digest.update(repr(sorted(self.config.calibration().items())).encode())
         digest.update(repr((list(earlier), disabled())).encode())
         return digest.hexdigest()

@@ -27,7 +27,7 @@ REASONS: dict[str, tuple[str, str]] = {
         "train or serve in bfloat16",
     ),
     "graph_input": (
-        "the cast reads a graph input: norm and cast are in different graphs",
+        "the cast reads a graph input: the norm, if one made it, is in another graph",
         "remove the graph break between norm and linear (fullgraph=True names it)",
     ),
     # -- the cast

@@ -101,7 +101,8 @@ def round_to_element(scaled: Tensor, element: Element, saturate: str) -> Tensor:
         return scaled.float().to(element.dtype)
     table = _positive_codes(element)
     magnitude = scaled.abs().clamp(max=element.max)
-    upper = torch.searchsorted(table, magnitude.nan_to_num(0.0)).clamp(max=len(table) - 1)
+    upper = torch.searchsorted(table, magnitude.nan_to_num(0.0).contiguous())
+    upper = upper.clamp(max=len(table) - 1)
     lower = (upper - 1).clamp(min=0)
     below, above = magnitude - table[lower], table[upper] - magnitude
     take_lower = (below < above) | ((below == above) & (lower % 2 == 0))

@@ -36,7 +36,9 @@ def parse_rounding(text: str) -> tuple[torch.dtype, torch.dtype]:
     return _DTYPES[norm], _DTYPES[out]
 
 
-def _check(x: Tensor, gain: Tensor | None, rms: str, rounding: str, cast: str) -> Cast:
+def _check(
+    x: Tensor, gain: Tensor | None, eps_tensor: Tensor | None, rms: str, rounding: str, cast: str
+) -> Cast:
     spec = Cast.parse(cast)
     parse_rounding(rounding)
     if rms not in RMS_KINDS:
@@ -48,6 +50,8 @@ def _check(x: Tensor, gain: Tensor | None, rms: str, rounding: str, cast: str) -
         )
     if x.dtype not in _DTYPE_NAMES:
         raise ValueError(f"x is {x.dtype}; allowed are {', '.join(map(str, _DTYPE_NAMES))}")
+    if eps_tensor is not None and eps_tensor.dim() != 0:
+        raise ValueError(f"eps_tensor of shape {tuple(eps_tensor.shape)}: expected a 0-d tensor")
     if gain is not None and tuple(gain.shape) != (x.shape[-1],):
         raise ValueError(f"gain of shape {tuple(gain.shape)}: expected ({x.shape[-1]},)")
     return spec
@@ -111,7 +115,7 @@ def _kernel(
     rounding: str,
     cast: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, gain, rms, rounding, cast)
+    _check(x, gain, eps_tensor, rms, rounding, cast)
     return decomposition(x, gain, eps_tensor, eps, rms, correction, rounding, cast)
 
 
@@ -125,7 +129,7 @@ def _fake(
     rounding: str,
     cast: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    spec = _check(x, gain, rms, rounding, cast)
+    spec = _check(x, gain, eps_tensor, rms, rounding, cast)
     lead = x.shape[:-1]
     return (
         x.new_empty(x.shape, dtype=ELEMENTS[spec.element].dtype),

@@ -126,12 +126,12 @@ def same_shape(a: tuple[int | SymInt, ...], b: tuple[int | SymInt, ...]) -> bool
 
 
 def is_widening(node: Node) -> bool:
-    """bfloat16 to float32: exact, so it commutes with absmax, rounding and comparison."""
+    """A conversion to float32: exact, so it commutes with absmax, rounding and comparison."""
     return (
         is_call(node)
         and node.target is CONVERT
         and dtype(node) is torch.float32
-        and dtype(node.all_input_nodes[0]) in (torch.bfloat16, torch.float32)
+        and dtype(node.all_input_nodes[0]) in (torch.bfloat16, torch.float16, torch.float32)
     )
 
 

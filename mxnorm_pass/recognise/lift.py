@@ -23,11 +23,15 @@ MAX_PIECE = 256
 
 
 class LiftError(Exception):
-    """The piece is not pointwise, too large, or misaligned; ``node`` is where."""
+    """The piece is not pointwise, too large, or misaligned; ``node`` is where.
 
-    def __init__(self, message: str, node: Node) -> None:
+    ``operand`` is the input that does not line up, where it comes from outside the piece.
+    """
+
+    def __init__(self, message: str, node: Node, operand: Node | None = None) -> None:
         super().__init__(message)
         self.node = node
+        self.operand = operand
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,8 @@ def _check_aligned(node: Node, dependent: Collection[Node]) -> None:
         column = (1,) * (len(out) - 1) + out[-1:]
         if arg not in dependent and aten.same_shape(padded, column):
             continue
-        raise LiftError(f"operand of shape {list(given)} against {list(out)}", node)
+        outside = None if arg in dependent else arg
+        raise LiftError(f"operand of shape {list(given)} against {list(out)}", node, outside)
 
 
 def lift(

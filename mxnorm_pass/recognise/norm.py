@@ -59,17 +59,24 @@ class NormSpec:
 def recognise_norm(y: Node, k: int) -> NormSpec | None:
     """The RMSNorm whose output is ``y``; None where no row statistic is near.
 
-    Row statistics are tried from the nearest on. The first is where a user would look for the norm,
-    so its reason is the one that is raised when none fits.
+    Row statistics are tried from the nearest on. Where none fits, the reason is that of the nearest
+    mean of squares or variance, since that is where a user would look for the norm.
     """
-    first: Decline | None = None
+    no_square: Decline | None = None
+    no_norm: Decline | None = None
     for statistic in _row_statistics(y):
         try:
-            return _norm_at(statistic, y, k)
+            x = _squared(statistic)
         except Decline as decline:
-            first = first or decline
-    if first is not None:
-        raise first
+            no_square = no_square or decline
+            continue
+        try:
+            return _norm_at(statistic, x, y, k)
+        except Decline as decline:
+            no_norm = no_norm or decline
+    reason = no_norm or no_square
+    if reason is not None:
+        raise reason
     return None
 
 
@@ -91,16 +98,14 @@ def _row_statistics(y: Node) -> Iterator[Node]:
                 queue.append(source)
 
 
-def _norm_at(statistic: Node, y: Node, k: int) -> NormSpec:
+def _norm_at(statistic: Node, x: Node, y: Node, k: int) -> NormSpec:
     if statistic.target in _VARIANCES:
         raise Decline("centred", "the row's variance, not its mean square", statistic)
     if not aten.reduces_last_axis(statistic):
         raise Decline("multi_axis", f"reduces {statistic.args[1]}", statistic)
-    squares = statistic.all_input_nodes[0]
-    width = aten.shape(squares)[-1]
+    width = aten.shape(statistic.all_input_nodes[0])[-1]
     if not isinstance(width, int) or width != k:
         raise Decline("row_mismatch", f"mean over {width}, cast over {k}", statistic)
-    x = _squared(squares, statistic)
     _check_not_centred(x)
     if aten.dtype(x) not in _FLOATS or aten.dtype(y) not in _FLOATS:
         raise Decline("unsupported_dtype", f"row {aten.dtype(x)}, cast reads {aten.dtype(y)}", y)
@@ -110,10 +115,11 @@ def _norm_at(statistic: Node, y: Node, k: int) -> NormSpec:
     try:
         piece = lift(y, stops={x, statistic})
     except LiftError as error:
-        raise Decline("norm_form", str(error), error.node) from error
+        reason = "norm_form" if error.operand is None else "extra_operand"
+        raise Decline(reason, str(error), error.node) from error
     if x not in piece.leaves or statistic not in piece.leaves:
         raise Decline("norm_form", "the row is not scaled by its own mean square", y)
-    shifted, eps, eps_node = _shift(statistic)
+    shifted, eps, eps_node = _shift(statistic, k)
     gain = _gain(piece, eps_node, k)
     norm_dtype = _rounding(piece, x, statistic, gain, eps, eps_node, y, k)
     out_dtype = aten.dtype(y)
@@ -131,8 +137,11 @@ def _norm_at(statistic: Node, y: Node, k: int) -> NormSpec:
     )
 
 
-def _squared(squares: Node, statistic: Node) -> Node:
-    """The row that is squared: found by structure, confirmed by value."""
+def _squared(statistic: Node) -> Node:
+    """The row that is squared and averaged: found by structure, confirmed by value."""
+    squares = statistic.all_input_nodes[0]
+    if statistic.target in _VARIANCES:
+        return squares
     root = squares
     while aten.keeps_order(root) or aten.is_widening(root):
         root = root.all_input_nodes[0]
@@ -169,23 +178,47 @@ def _check_not_centred(x: Node) -> None:
             raise Decline("centred", "the row has a row mean taken off", node)
 
 
-def _shift(mean: Node) -> tuple[Node, float, Node | None]:
+def _shift(statistic: Node, k: int) -> tuple[Node, float, Node | None]:
     """``mean + eps``: the node, the constant, and the 0-d tensor if eps is one."""
-    queue = [mean]
-    for node in queue:
-        for user in node.users:
+    mean = statistic
+    if statistic.target is aten.aten.sum.dim_IntList:
+        mean = next((u for u in _forward_users(statistic) if _divides(u, k)), statistic)
+        if mean is statistic:
+            raise Decline("norm_form", f"a sum that is not divided by {k}", statistic)
+    for user in _forward_users(mean):
+        if user.target not in (aten.aten.add.Tensor, aten.aten.add.Scalar):
+            continue
+        left, right = user.args[:2]
+        other = right if isinstance(left, Node) and aten.shape(left) == aten.shape(user) else left
+        if isinstance(other, (int, float)):
+            return user, float(other), None
+        given = aten.tensor(other) if isinstance(other, Node) else None
+        if isinstance(other, Node) and given is not None and given.dim() == 0:
+            return user, 1e-3, other
+    return mean, 0.0, None
+
+
+def _forward_users(node: Node) -> Iterator[Node]:
+    """Users in the forward, seen through reshapes."""
+    queue = [node]
+    for source in queue:
+        for user in source.users:
             if aten.is_backward(user):
                 continue
             if aten.keeps_order(user):
                 queue.append(user)
-            elif user.target in (aten.aten.add.Tensor, aten.aten.add.Scalar):
-                other = user.args[1] if user.args[0] is node else user.args[0]
-                if isinstance(other, (int, float)):
-                    return user, float(other), None
-                given = aten.tensor(other) if isinstance(other, Node) else None
-                if isinstance(other, Node) and given is not None and given.dim() == 0:
-                    return user, 1e-3, other
-    return mean, 0.0, None
+            else:
+                yield user
+
+
+def _divides(node: Node, k: int) -> bool:
+    """``node`` is its input over K; evaluation confirms the exact factor later."""
+    factor = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(factor, (int, float)):
+        return False
+    if node.target in (aten.aten.div.Tensor, aten.aten.div.Scalar):
+        return factor == k
+    return node.target in (aten.aten.mul.Tensor, aten.aten.mul.Scalar) and factor * k == 1
 
 
 def _gain(piece: Piece, eps_node: Node | None, k: int) -> Node | None:

@@ -112,12 +112,12 @@ def find_sites(graph: Graph, config: MXNormConfig) -> Found:
                     site.absmax,
                 )
         except Decline as decline:
-            found.declined.append(_declined(site, decline.reason, decline.detail))
+            _decline(found, site, decline.reason, decline.detail)
             continue
         except Exception:
             if config.strict:
                 raise
-            found.declined.append(_declined(site, "internal_error", traceback.format_exc()))
+            _decline(found, site, "internal_error", traceback.format_exc())
             continue
         key = (norm.shifted, norm.gain, norm.norm_dtype, norm.out_dtype, spec.cast)
         group = groups.get(key)
@@ -185,8 +185,13 @@ def _selected(path: str, config: MXNormConfig) -> bool:
     return hit(config.include) and not hit(config.exclude)
 
 
-def _declined(site: CastSite, reason: str, detail: str) -> Declined:
+def _decline(found: Found, site: CastSite, reason: str, detail: str) -> None:
+    """Note a site that stays; casts of one norm with one reason make one entry."""
     read = readers(site.codes) if site.codes else Consumers((), ())
     names = list(dict.fromkeys(module_path(m) for m in read.matmuls))
     path = module_path(site.source)
-    return Declined(path, names, reason, detail)
+    for known in found.declined:
+        if (known.path, known.reason) == (path, reason) and path:
+            known.consumers.extend(n for n in names if n not in known.consumers)
+            return
+    found.declined.append(Declined(path, names, reason, detail))

@@ -24,8 +24,19 @@ from mxnorm_pass.report.report import GraphReport, Report
 log = logging.getLogger(__name__)
 
 
-def key(gm: GraphModule, example_inputs: Sequence[Any], identity: str) -> str:
-    """Hash of a Dynamo graph, of what is known of its inputs, and of the pass."""
+def key(gm: GraphModule, example_inputs: Sequence[Any], identity: str) -> str | None:
+    """Hash of a Dynamo graph, of what is known of its inputs, and of the pass.
+
+    None where that cannot be had: a report is not worth a failing compile.
+    """
+    try:
+        return _key(gm, example_inputs, identity)
+    except Exception:
+        log.warning("no key for the report of a graph; it will not be kept", exc_info=True)
+        return None
+
+
+def _key(gm: GraphModule, example_inputs: Sequence[Any], identity: str) -> str:
     digest = hashlib.sha256(identity.encode())
     digest.update(torch.__version__.encode())
     digest.update(str(torch.is_grad_enabled()).encode())
@@ -60,8 +71,10 @@ def _path(name: str) -> Path:
     return Path(compat.cache_dir()) / "mxnorm" / f"{name}.json"
 
 
-def save(name: str, graphs: Sequence[GraphReport]) -> None:
+def save(name: str | None, graphs: Sequence[GraphReport]) -> None:
     """Write atomically; a full or read-only disk costs the entry, not the compile."""
+    if name is None:
+        return
     path = _path(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,8 +86,10 @@ def save(name: str, graphs: Sequence[GraphReport]) -> None:
         log.warning("could not keep the report of a compiled graph: %s", error)
 
 
-def load(name: str) -> list[GraphReport]:
+def load(name: str | None) -> list[GraphReport]:
     """The graphs under a key; none where there is no readable entry."""
+    if name is None:
+        return []
     try:
         return Report.from_json(_path(name).read_text()).graphs
     except (OSError, ValueError, TypeError, KeyError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,15 @@ def render(report: Report) -> str:
         f"mxnorm: {len(report.graphs)} graph(s) seen, {len(sites)} site(s), {rewritten} rewritten, "
         f"{len(sites) - rewritten} declined"
     ]
-    if not sites:
+    if not sites and not any(graph.failure for graph in report.graphs):
         lines.append("Nothing to rewrite: no MX cast in these graphs is fed by an RMSNorm.")
     cached = sum(graph.from_cache for graph in report.graphs)
     if cached:
         lines.append(f"{cached} graph(s) came compiled from torch's cache.")
-    rows = [("norm", "consumers", "status", "spec"), *map(_row, sites)]
+    scope = _scope(sites)
+    if scope:
+        lines.append(f"norms under {scope}:")
+    rows = [("norm", "consumers", "status", "spec"), *(_row(site, scope) for site in sites)]
     if sites:
         lines += _table(rows)
     for site in sites:
@@ -46,16 +50,31 @@ def render(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _row(site: SiteReport) -> tuple[str, str, str, str]:
+def _scope(sites: list[SiteReport]) -> str:
+    """What all norm paths begin with, to be said once: ``model.layers``."""
+    parents = [site.norm.split(".")[:-1] for site in sites]
+    if len(sites) < 2:
+        return ""
+    return ".".join(names[0] for names in itertools.takewhile(_equal, zip(*parents, strict=False)))
+
+
+def _equal(names: tuple[str, ...]) -> bool:
+    return len(set(names)) == 1
+
+
+def _row(site: SiteReport, scope: str) -> tuple[str, str, str, str]:
     status = "rewritten" if site.status == "rewritten" else f"declined: {site.reason}"
-    return site.norm or "?", _consumers(site), status, _spec(site)
+    norm = site.norm.removeprefix(f"{scope}.") if scope else site.norm
+    return norm or "?", _consumers(site), status, _spec(site)
 
 
 def _spec(site: SiteReport) -> str:
     spec = site.spec
     if not spec:
         return ""
-    parts = [f"{spec['element']}/{spec['block_size']}", str(spec["scale_rule"])]
+    # rceil_log2 is what everybody calls RCEIL; only the exact variant needs to be told apart.
+    rule = str(spec["scale_rule"]).removesuffix("_log2")
+    parts = [f"{spec['element']}/{spec['block_size']}", rule]
     if "rms" in spec:
         parts.append(str(spec["rms"]))
         parts.append("no gain" if spec["gain"] == "none" else f"{spec['gain']} {spec['gain_at']}")

@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from mxnorm_pass.compat import FakeTensor, FakeTensorMode
+from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten
 
 # What a new node inherits from the node it stands for: where the user's code was, which half of the
@@ -39,12 +40,20 @@ class Edit:
         self._mode = _fake_mode(graph)
         self._last_placeholder = [n for n in graph.nodes if n.op == "placeholder"][-1]
 
-    def call(self, target: Any, args: tuple[Any, ...], *, like: Node, after: Node) -> Node:
+    def call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        *,
+        like: Node,
+        after: Node,
+        name: str | None = None,
+    ) -> Node:
         """A new call, with its fake value computed and the other metadata taken from ``like``."""
         # Placeholders stay together at the top, as AOTAutograd's partitioner expects.
         spot = self._last_placeholder if after.op == "placeholder" else after
         with self.graph.inserting_after(spot):
-            node = self.graph.call_function(target, args)
+            node = self.graph.create_node("call_function", target, args, name=name)
         self._undo.append(lambda: self.graph.erase_node(node))
         node.meta = {key: like.meta[key] for key in _INHERITED if key in like.meta}
         self._infer(node)
@@ -138,7 +147,10 @@ def view(edit: Edit, source: Node, like: Node, sizes_from: Node, *, after: Node)
         if len(symbolic) == 1:
             target[i] = -1
             continue
-        axis = next(j for j, t in enumerate(aten.shape(sizes_from)) if aten.same_size(s, t))
+        axes = (j for j, t in enumerate(aten.shape(sizes_from)) if aten.same_size(s, t))
+        axis = next(axes, None)
+        if axis is None:
+            raise Decline("dynamic_shape", f"size {s} is none of the row's", like)
         target[i] = edit.call(
             torch.ops.aten.sym_size.int, (sizes_from, axis), like=source, after=after
         )

@@ -56,7 +56,7 @@ def _in_order(region: frozenset[Node]) -> list[Node]:
         node, ready = stack.pop()
         if ready:
             order.append(node)
-        elif node not in done:
+        elif node not in done and aten.is_call(node):
             done.add(node)
             stack.append((node, True))
             stack.extend((n, False) for n in node.all_input_nodes if n in region and n not in done)

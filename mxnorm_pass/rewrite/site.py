@@ -59,9 +59,11 @@ def rewrite_site(
         (norm.x, gain, norm.eps_node, norm.eps, rms, constant, rounding, str(site.cast)),
         like=root,
         after=after,
+        name="rmsnorm_mxquant",
     )
     qdata, scale, rstd = (
-        edit.call(operator.getitem, (op, i), like=root, after=op) for i in range(3)
+        edit.call(operator.getitem, (op, i), like=root, after=op, name=name)
+        for i, name in enumerate(("qdata", "scale", "rstd"))
     )
 
     for cast, _ in site.casts:

@@ -1,0 +1,34 @@
+"""What every test relies on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def clean_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each test compiles afresh: no frames, no recompile counts, no cache of another run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+        patch.delenv("MXNORM_DISABLE", raising=False)
+        torch._dynamo.reset()
+        with (
+            torch._inductor.config.patch(fx_graph_cache=False),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+        ):
+            yield
+
+
+@pytest.fixture
+def examples() -> Path:
+    return Path(__file__).parent.parent / "examples"

@@ -1,0 +1,190 @@
+"""Graphs before and after the pass, for eyes; EXPECTTEST_ACCEPT=1 rewrites them.
+
+The listings are those of torch 2.13, whose graphs differ in places from those of other versions.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+import expecttest
+import pytest
+from compiling import graphs, listing
+from models import inference_block, rows, training_block
+from torch.fx import Graph
+
+from mxnorm_pass.compat import TORCH_VERSION
+
+pytestmark = pytest.mark.skipif(TORCH_VERSION != (2, 13), reason="listings of torch 2.13")
+
+
+class TestGolden(expecttest.TestCase):
+    """Graphs before and after, for eyes; EXPECTTEST_ACCEPT=1 rewrites them."""
+
+    maxDiff = None
+
+    def test_inference(self) -> None:
+        capture = graphs(inference_block("llama", widths=(64,)), rows(64, 128), training=False)
+        self.assertExpectedInline(
+            _until(listing(capture.before[0]), "convert_element_type_7"),
+            """\
+arg0_1: bfloat16[128] = placeholder
+arg1_1: bfloat16[64, 128] = placeholder
+arg2_1: float8_e4m3fn[64, 128] = placeholder
+arg3_1: float8_e8m0fnu[32, 16] = placeholder
+convert_element_type: float32[64, 128] = prims.convert_element_type.default(arg1_1, float32)
+pow_1: float32[64, 128] = aten.pow.Tensor_Scalar(convert_element_type, 2)
+mean: float32[64, 1] = aten.mean.dim(pow_1, [-1], True)
+add: float32[64, 1] = aten.add.Tensor(mean, 1e-06)
+rsqrt: float32[64, 1] = aten.rsqrt.default(add)
+mul: float32[64, 128] = aten.mul.Tensor(convert_element_type, rsqrt)
+convert_element_type_1: bfloat16[64, 128] = prims.convert_element_type.default(mul, bfloat16)
+mul_1: bfloat16[64, 128] = aten.mul.Tensor(arg0_1, convert_element_type_1)
+permute: float8_e4m3fn[128, 64] = aten.permute.default(arg2_1, [1, 0])
+permute_1: float8_e8m0fnu[16, 32] = aten.permute.default(arg3_1, [1, 0])
+view: bfloat16[64, 4, 32] = aten.view.default(mul_1, [64, 4, 32])
+abs_1: bfloat16[64, 4, 32] = aten.abs.default(view)
+amax: bfloat16[64, 4] = aten.amax.default(abs_1, [-1])
+unsqueeze: bfloat16[64, 4, 1] = aten.unsqueeze.default(amax, -1)
+convert_element_type_2: float32[64, 4, 32] = prims.convert_element_type.default(view, float32)
+convert_element_type_3: float32[64, 4, 1] = prims.convert_element_type.default(unsqueeze, float32)
+div: float32[64, 4, 1] = aten.div.Tensor(convert_element_type_3, 448)
+isnan: bool[64, 4, 1] = aten.isnan.default(div)
+isinf: bool[64, 4, 1] = aten.isinf.default(div)
+log2: float32[64, 4, 1] = aten.log2.default(div)
+ceil: float32[64, 4, 1] = aten.ceil.default(log2)
+clamp_min: float32[64, 4, 1] = aten.clamp_min.default(ceil, -127)
+clamp_max: float32[64, 4, 1] = aten.clamp_max.default(clamp_min, 127)
+add_1: float32[64, 4, 1] = aten.add.Tensor(clamp_max, 127)
+convert_element_type_4: uint8[64, 4, 1] = prims.convert_element_type.default(add_1, uint8)
+scalar_tensor: uint8[] = aten.scalar_tensor.default(254, dtype=uint8, layout=torch.strided, device=cpu)
+where: uint8[64, 4, 1] = aten.where.self(isinf, scalar_tensor, convert_element_type_4)
+scalar_tensor_1: uint8[] = aten.scalar_tensor.default(255, dtype=uint8, layout=torch.strided, device=cpu)
+where_1: uint8[64, 4, 1] = aten.where.self(isnan, scalar_tensor_1, where)
+eq: bool[64, 4, 1] = aten.eq.Scalar(where_1, 255)
+eq_1: bool[64, 4, 1] = aten.eq.Scalar(where_1, 254)
+eq_2: bool[64, 4, 1] = aten.eq.Scalar(where_1, 0)
+convert_element_type_5: float32[64, 4, 1] = prims.convert_element_type.default(where_1, float32)
+sub: float32[64, 4, 1] = aten.sub.Tensor(127, convert_element_type_5)
+exp2: float32[64, 4, 1] = aten.exp2.default(sub)
+scalar_tensor_2: float32[] = aten.scalar_tensor.default(1, dtype=float32, layout=torch.strided, device=cpu)
+where_2: float32[64, 4, 1] = aten.where.self(eq_2, scalar_tensor_2, exp2)
+scalar_tensor_3: float32[] = aten.scalar_tensor.default(5.87747175e-39, dtype=float32, layout=torch.strided, device=cpu)
+where_3: float32[64, 4, 1] = aten.where.self(eq_1, scalar_tensor_3, where_2)
+where_4: float32[64, 4, 1] = aten.where.self(eq, div, where_3)
+mul_2: float32[64, 4, 32] = aten.mul.Tensor(convert_element_type_2, where_4)
+clamp_min_1: float32[64, 4, 32] = aten.clamp_min.default(mul_2, -448)
+clamp_max_1: float32[64, 4, 32] = aten.clamp_max.default(clamp_min_1, 448)
+convert_element_type_6: float8_e4m3fn[64, 4, 32] = prims.convert_element_type.default(clamp_max_1, float8_e4m3fn)
+view_1: float8_e4m3fn[64, 128] = aten.view.default(convert_element_type_6, [64, 128])
+view_2: float8_e8m0fnu[64, 4, 1] = aten.view.dtype(where_1, float8_e8m0fnu)
+squeeze: float8_e8m0fnu[64, 4] = aten.squeeze.dim(view_2, -1)
+""",
+        )
+        self.assertExpectedInline(
+            _until(listing(capture.after[0]), "convert_element_type_7"),
+            """\
+arg0_1: bfloat16[128] = placeholder
+arg1_1: bfloat16[64, 128] = placeholder
+arg2_1: float8_e4m3fn[64, 128] = placeholder
+arg3_1: float8_e8m0fnu[32, 16] = placeholder
+rmsnorm_mxquant = mxnorm.rmsnorm_mxquant.default(arg1_1, arg0_1, None, 1e-06, p2, 0.418505105, bf16->bf16, e4m3/b32/rceil_log2/reciprocal/clamp/plain)
+scale: uint8[64, 4] = getitem(rmsnorm_mxquant, 1)
+view_default_1: uint8[64, 4, 1] = aten.view.default(scale, [64, 4, 1])
+qdata: float8_e4m3fn[64, 128] = getitem(rmsnorm_mxquant, 0)
+view_default: float8_e4m3fn[64, 4, 32] = aten.view.default(qdata, [64, 4, 32])
+permute: float8_e4m3fn[128, 64] = aten.permute.default(arg2_1, [1, 0])
+permute_1: float8_e8m0fnu[16, 32] = aten.permute.default(arg3_1, [1, 0])
+view_1: float8_e4m3fn[64, 128] = aten.view.default(view_default, [64, 128])
+view_2: float8_e8m0fnu[64, 4, 1] = aten.view.dtype(view_default_1, float8_e8m0fnu)
+squeeze: float8_e8m0fnu[64, 4] = aten.squeeze.dim(view_2, -1)
+""",
+        )
+
+    def test_training(self) -> None:
+        block = training_block("torch", widths=(64,))
+        capture = graphs(block, rows(64, 128).requires_grad_())
+        self.assertExpectedInline(
+            _changed(capture.before[0], capture.after[0]),
+            """\
+- pow_1: float32[64, 128] = aten.pow.Tensor_Scalar(convert_element_type, 2)
+- mean: float32[64, 1] = aten.mean.dim(pow_1, [1], True)
+- add: float32[64, 1] = aten.add.Scalar(mean, 9.99999997e-07)
+- rsqrt: float32[64, 1] = aten.rsqrt.default(add)
++ rmsnorm_mxquant = mxnorm.rmsnorm_mxquant.default(primals_2, None, None, 9.99999997e-07, p2, 0.418505105, f32->f32, e4m3/b32/rceil_log2/reciprocal/clamp/plain)
++ rstd: float32[64, 1] = getitem(rmsnorm_mxquant, 2)
++ scale: uint8[64, 4] = getitem(rmsnorm_mxquant, 1)
++ view_default_1: uint8[64, 4, 1] = aten.view.default(scale, [64, 4, 1])
++ qdata: float8_e4m3fn[64, 128] = getitem(rmsnorm_mxquant, 0)
++ view_default: float8_e4m3fn[64, 4, 32] = aten.view.default(qdata, [64, 4, 32])
+- alias: float32[64, 1] = aten.alias.default(rsqrt)
++ alias: float32[64, 1] = aten.alias.default(rstd)
+- mul: float32[64, 128] = aten.mul.Tensor(convert_element_type, rsqrt)
++ mul: float32[64, 128] = aten.mul.Tensor(convert_element_type, rstd)
+- view: bfloat16[64, 128] = aten.view.default(convert_element_type_1, [-1, 128])
+- view_1: bfloat16[64, 4, 32] = aten.view.default(view, [64, 4, 32])
+- abs_1: bfloat16[64, 4, 32] = aten.abs.default(view_1)
+- amax: bfloat16[64, 4] = aten.amax.default(abs_1, [-1])
+- unsqueeze: bfloat16[64, 4, 1] = aten.unsqueeze.default(amax, -1)
+- convert_element_type_2: float32[64, 4, 32] = prims.convert_element_type.default(view_1, float32)
+- convert_element_type_3: float32[64, 4, 1] = prims.convert_element_type.default(unsqueeze, float32)
+- div: float32[64, 4, 1] = aten.div.Tensor(convert_element_type_3, 448)
+- isnan: bool[64, 4, 1] = aten.isnan.default(div)
+- isinf: bool[64, 4, 1] = aten.isinf.default(div)
+- log2: float32[64, 4, 1] = aten.log2.default(div)
+- ceil: float32[64, 4, 1] = aten.ceil.default(log2)
+- clamp_min: float32[64, 4, 1] = aten.clamp_min.default(ceil, -127)
+- clamp_max: float32[64, 4, 1] = aten.clamp_max.default(clamp_min, 127)
+- add_1: float32[64, 4, 1] = aten.add.Tensor(clamp_max, 127)
+- convert_element_type_4: uint8[64, 4, 1] = prims.convert_element_type.default(add_1, uint8)
+- scalar_tensor: uint8[] = aten.scalar_tensor.default(254, dtype=uint8, layout=torch.strided, device=cpu)
+- where: uint8[64, 4, 1] = aten.where.self(isinf, scalar_tensor, convert_element_type_4)
+- scalar_tensor_1: uint8[] = aten.scalar_tensor.default(255, dtype=uint8, layout=torch.strided, device=cpu)
+- where_1: uint8[64, 4, 1] = aten.where.self(isnan, scalar_tensor_1, where)
+- eq: bool[64, 4, 1] = aten.eq.Scalar(where_1, 255)
+- eq_1: bool[64, 4, 1] = aten.eq.Scalar(where_1, 254)
+- eq_2: bool[64, 4, 1] = aten.eq.Scalar(where_1, 0)
+- convert_element_type_5: float32[64, 4, 1] = prims.convert_element_type.default(where_1, float32)
+- sub: float32[64, 4, 1] = aten.sub.Tensor(127, convert_element_type_5)
+- exp2: float32[64, 4, 1] = aten.exp2.default(sub)
+- scalar_tensor_2: float32[] = aten.scalar_tensor.default(1, dtype=float32, layout=torch.strided, device=cpu)
+- where_2: float32[64, 4, 1] = aten.where.self(eq_2, scalar_tensor_2, exp2)
+- scalar_tensor_3: float32[] = aten.scalar_tensor.default(5.87747175e-39, dtype=float32, layout=torch.strided, device=cpu)
+- where_3: float32[64, 4, 1] = aten.where.self(eq_1, scalar_tensor_3, where_2)
+- where_4: float32[64, 4, 1] = aten.where.self(eq, div, where_3)
+- mul_2: float32[64, 4, 32] = aten.mul.Tensor(convert_element_type_2, where_4)
+- clamp_min_1: float32[64, 4, 32] = aten.clamp_min.default(mul_2, -448)
+- clamp_max_1: float32[64, 4, 32] = aten.clamp_max.default(clamp_min_1, 448)
+- convert_element_type_6: float8_e4m3fn[64, 4, 32] = prims.convert_element_type.default(clamp_max_1, float8_e4m3fn)
+- view_2: float8_e4m3fn[64, 128] = aten.view.default(convert_element_type_6, [64, 128])
++ view_2: float8_e4m3fn[64, 128] = aten.view.default(view_default, [64, 128])
+- view_3: float8_e8m0fnu[64, 4, 1] = aten.view.dtype(where_1, float8_e8m0fnu)
++ view_3: float8_e8m0fnu[64, 4, 1] = aten.view.dtype(view_default_1, float8_e8m0fnu)
++ convert_element_type_default_1: float32[128] = prims.convert_element_type.default(primals_1, float32)
++ convert_element_type_default: float32[64, 128] = prims.convert_element_type.default(primals_3, float32)
++ mul_tensor: float32[64, 128] = aten.mul.Tensor(convert_element_type_default, convert_element_type_default_1)
+- view_4: bfloat16[64, 4, 32] = aten.view.default(primals_3, [64, 4, 32])
++ view_default_2: float32[64, 4, 32] = aten.view.default(mul_tensor, [64, 4, 32])
+- abs_2: bfloat16[64, 4, 32] = aten.abs.default(view_4)
++ abs_2: float32[64, 4, 32] = aten.abs.default(view_default_2)
+- amax_1: bfloat16[64, 4] = aten.amax.default(abs_2, [-1])
++ amax_1: float32[64, 4] = aten.amax.default(abs_2, [-1])
+- unsqueeze_1: bfloat16[64, 4, 1] = aten.unsqueeze.default(amax_1, -1)
++ unsqueeze_1: float32[64, 4, 1] = aten.unsqueeze.default(amax_1, -1)
+- convert_element_type_7: float32[64, 4, 32] = prims.convert_element_type.default(view_4, float32)
++ convert_element_type_7: float32[64, 4, 32] = prims.convert_element_type.default(view_default_2, float32)
+- mul_17: float32[64, 128] = aten.mul.Tensor(mul_15, rsqrt)
++ mul_17: float32[64, 128] = aten.mul.Tensor(mul_15, rstd)
+""",
+        )
+
+
+def _until(text: str, name: str) -> str:
+    """The part of a listing that the rewrite concerns; what follows is the matmul's own."""
+    return text.partition(f"{name}:")[0]
+
+
+def _changed(before: Graph, after: Graph) -> str:
+    """Lines that went and lines that came, in order."""
+    old, new = listing(before).splitlines(), listing(after).splitlines()
+    return "\n".join(d for d in difflib.ndiff(old, new) if d[0] in "+-") + "\n"
