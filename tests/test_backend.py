@@ -338,6 +338,7 @@ SCRIPT = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_second_process_hits_the_cache_and_reports_all_the_same(tmp_path: Path) -> None:
     """Hit: the report comes from beside the cache, or from tracing again; other options miss."""
 

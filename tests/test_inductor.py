@@ -16,6 +16,7 @@ from mxnorm_pass.inner import needs_aten
 pytestmark = pytest.mark.inductor
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="C++ has no E8M0 type before torch 2.12")
 def test_training_in_cpp() -> None:
     """Generated C++ holds the op's decomposition and no call of it; values as on the eager route.

@@ -88,7 +88,7 @@ def test_table_of_a_layer() -> None:
     assert lines[0] == "mxnorm: 1 graph(s) seen, 2 site(s), 1 rewritten, 1 declined"
     assert lines[1] == "norms under model.layers:"
     assert re.match(
-        r"0\.input_layernorm +self_attn\.\{q_proj,k_proj\} +rewritten +"
+        r"0\.input_layernorm +self_attn\.\{q,k\}_proj +rewritten +"
         r"e4m3/32 rceil_exact exact 1\+w kernel",
         lines[4],
     )

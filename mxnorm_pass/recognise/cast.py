@@ -210,7 +210,10 @@ def _named(
         raise Decline(reason, str(error), error.node) from error
     if piece.sides:
         side = min(piece.sides, key=lambda n: n.name)
-        raise Decline(reason, "depends on more than the block", side)
+        detail = "depends on more than the block"
+        if not aten.shape(side):
+            detail += "; dynamic=True makes a cast's constants inputs, mark_dynamic does not"
+        raise Decline(reason, detail, side)
     element = aten.dtype(site.codes[0])
     is_absmax = tuple(leaf is site.absmax for leaf in piece.leaves)
     key = (getattr(match, "key", match.__name__), element, is_absmax, piece.key)

@@ -94,7 +94,9 @@ def _constant(node: Node, depth: int = 3) -> Tensor | None:
         number = node.args[position]
         if isinstance(number, Node):
             return None
-    elif depth and (aten.keeps_order(node) or node.target in aten.EXPAND):
+    elif depth and (
+        aten.keeps_order(node) or node.target in aten.EXPAND or node.target is aten.CONVERT
+    ):
         number = _constant(node.all_input_nodes[0], depth - 1)
         if number is None:
             return None

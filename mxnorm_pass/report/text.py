@@ -82,14 +82,17 @@ def _spec(site: SiteReport) -> str:
 
 
 def _consumers(site: SiteReport) -> str:
-    """Relative to the norm's parent, the common parent once: ``self_attn.{q_proj,k_proj}``."""
+    """Relative to the norm's parent, what they share said once: ``self_attn.{q,k,v}_proj``."""
     scope = site.norm.rpartition(".")[0] + "."
     paths = [p.removeprefix(scope) for p in site.consumers]
     parents = {p.rpartition(".")[0] for p in paths}
     if len(paths) > 1 and len(parents) == 1:
         parent = parents.pop()
-        names = ",".join(p.rpartition(".")[2] for p in paths)
-        return f"{parent}.{{{names}}}" if parent else f"{{{names}}}"
+        names = [p.rpartition(".")[2] for p in paths]
+        endings = {name.rpartition("_")[1] + name.rpartition("_")[2] for name in names}
+        ending = endings.pop() if len(endings) == 1 and all("_" in n for n in names) else ""
+        listed = ",".join(name.removesuffix(ending) for name in names)
+        return f"{parent}.{{{listed}}}{ending}" if parent else f"{{{listed}}}{ending}"
     return ", ".join(paths) or "?"
 
 
