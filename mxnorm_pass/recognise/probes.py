@@ -90,7 +90,8 @@ def rows() -> tuple[Tensor, Tensor, Tensor]:
     """Triples (x, mean square, gain), float32, of a normalised element.
 
     Mean squares reach from far below to far above any eps; gains are small, large, negative and
-    zero.
+    zero. Behind the random triples come all combinations of extremes, NaN and Inf among them: a
+    clamp or a nan_to_num that the norm has and the op has not shows nowhere else.
     """
     n = 16384
     generator = _generator()
@@ -99,4 +100,13 @@ def rows() -> tuple[Tensor, Tensor, Tensor]:
     gain = 1 + 0.5 * torch.randn(n, generator=generator)
     gain[: n // 8] *= torch.exp(torch.empty(n // 8).uniform_(-5.0, 5.0, generator=generator))
     gain[:8] = 0.0
+    inf, nan = float("inf"), float("nan")
+    sizes = torch.tensor([0.0, 1e-30, 1.0, 300.0, 7e4, 1e7, 1e12, 1e18, 1e25, inf, nan])
+    extremes = torch.cartesian_prod(
+        torch.cat([sizes, -sizes[1:-1]]),
+        torch.tensor([0.0, 1e-38, 1e-12, 1.0, 2e5, 1e10, 1e30, inf, nan]),
+        torch.tensor([1.0, 0.0, -3.0, 300.0, 7e4, -1e7, 1e20]),
+    )
+    parts = zip((x, mean_square, gain), extremes.T, strict=True)
+    x, mean_square, gain = (torch.cat(pair) for pair in parts)
     return x, mean_square, gain
