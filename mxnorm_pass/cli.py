@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sub.add_argument("--block", type=int, default=32, help="block size B")
     sub.add_argument("--p", type=int, default=2, help="power of the mean")
     sub.add_argument("--dist", default="gaussian", help="gaussian, laplace or student_t5")
-    sub.add_argument("--hidden", type=int, default=4096, help="row length, for error and bounds")
+    sub.add_argument("--hidden", type=int, help="row length, for error and bounds (128 blocks)")
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     commands.add_parser("reasons", help="why a site is left alone, and what to do about it")
@@ -89,16 +89,15 @@ def _load(target: str) -> tuple[Any, Any]:
 
 def _constants(args: argparse.Namespace) -> int:
     c = theory.correction(args.p, args.block, args.dist)
-    if args.hidden <= 0 or args.hidden % args.block:
-        raise ValueError(
-            f"--hidden {args.hidden}: allowed are multiples of the block size {args.block}"
-        )
-    blocks = args.hidden // args.block
+    hidden = 128 * args.block if args.hidden is None else args.hidden
+    if hidden <= 0 or hidden % args.block:
+        raise ValueError(f"--hidden {hidden}: allowed are multiples of the block size {args.block}")
+    blocks = hidden // args.block
     low, high = theory.ratio_bounds(args.p, args.block, blocks)
     rows = {
         "c": c,
         "inverse_c": 1 / c,
-        "error_sd": theory.error_sd(args.p, args.block, args.hidden, args.dist),
+        "error_sd": theory.error_sd(args.p, args.block, hidden, args.dist),
         "ratio_low": low,
         "ratio_high": high,
         "output_bound": theory.output_bound(args.p, args.block, blocks),
@@ -109,7 +108,7 @@ def _constants(args: argparse.Namespace) -> int:
     notes = {
         "c": "rms_hat = c * (mean m^p)^(1/p)",
         "inverse_c": "the same constant as some write it: rho = C * (mean m^p)^(-1/p)",
-        "error_sd": f"relative error of a {args.dist} row of {args.hidden}",
+        "error_sd": f"relative error of a {args.dist} row of {hidden}",
         "ratio_low": "least estimate / true RMS that any row can have",
         "ratio_high": "largest",
         "output_bound": "largest |x * rho| that any row can have",

@@ -30,6 +30,14 @@ REASONS: dict[str, tuple[str, str]] = {
         "the cast reads a graph input: the norm, if one made it, is in another graph",
         "remove the graph break between norm and linear (fullgraph=True names it)",
     ),
+    "reordered": (
+        "rows or elements are picked, moved, joined or repeated between norm and cast",
+        "normalise what is left after picking, or cast before it",
+    ),
+    "collective_between": (
+        "a collective stands between norm and cast",
+        "gather before the norm, or leave the site to the compiler",
+    ),
     # -- the cast
     "k_not_multiple": (
         "the row length is not a multiple of the block size",

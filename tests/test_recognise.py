@@ -321,6 +321,48 @@ def test_no_norm_is_no_site() -> None:
     assert "Nothing to rewrite" in str(report)
 
 
+MOVED = {
+    "picked": lambda y: y[:32].contiguous(),
+    "indexed": lambda y: y[torch.arange(32) // 2],
+    "chunked": lambda y: y.chunk(2)[0].contiguous(),
+    "columns": lambda y: y[:, :64].contiguous(),
+    "transposed": lambda y: y.view(4, 16, 128).transpose(0, 1).reshape(-1, 128),
+    "flipped": lambda y: y.flip(0),
+    "joined": lambda y: torch.cat([y, y.flip(0)]),
+    "doubled": lambda y: torch.cat([y, y]),
+    "expanded": lambda y: y.expand(3, 64, 128).contiguous().view(-1, 128),
+    "repeated": lambda y: y.repeat_interleave(2, 0),
+}
+
+
+@pytest.mark.parametrize("move", MOVED)
+def test_moved_rows_are_declined(move: str) -> None:
+    """MoE's row picking, slices, joins: no miss in silence, no failure, numbers untouched."""
+    norm = make_norm("torch", 128)
+    k = 64 if move == "columns" else 128
+    linear = mx_linear(k, 64)
+
+    def call(x: Tensor) -> Tensor:
+        return linear(MOVED[move](norm(x)))
+
+    result = run(call, rows(64, 128), training=False)
+    assert [s.reason for s in result.report.sites] == ["reordered"], result.report
+    plain = run(call, rows(64, 128), training=False, off=True)
+    assert_same_bytes(result.outputs[0], plain.outputs[0])
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (1, 1, 128)])
+def test_gain_kept_with_leading_ones(shape: tuple[int, ...]) -> None:
+    norm = make_norm("llama", 128)
+    norm.weight = nn.Parameter(norm.weight.detach().view(shape))
+    block, x = one_linear(norm), rows(2, 32, 128)
+    exact = run(block, x, config=EXACT)
+    plain = run(block, x, off=True)
+    assert exact.report.rewritten == 1
+    assert_same_bytes(exact.outputs[0], plain.outputs[0])
+    assert_same_bytes(exact.gradients["norm.weight"], plain.gradients["norm.weight"])
+
+
 def test_post_norm_is_declined() -> None:
     """The cast reads the residual stream, to which a norm's output was added."""
 

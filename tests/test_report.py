@@ -145,6 +145,7 @@ def test_cli_explain(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "{script}:site", "--train", "--infer"], "exclude each other"),
         (["explain", "{script}:site", "--p", "3"], "allowed are 1, 2"),
         (["constants", "--hidden", "100"], "multiples of the block size 32"),
+        (["constants", "--block", "0"], "block"),
         (["constants", "--dist", "cauchy"], "gaussian"),
     ],
 )
@@ -160,7 +161,7 @@ def test_cli_constants(capsys: pytest.CaptureFixture[str]) -> None:
     values = json.loads(capsys.readouterr().out)
     assert values["c"] == pytest.approx(0.4814162543, abs=1e-10)
     assert values["inverse_c"] * values["c"] == pytest.approx(1)
-    assert values["error_sd"] == theory.error_sd(1, 16, 4096)
+    assert values["error_sd"] == theory.error_sd(1, 16, 2048)
     assert main(["constants"]) == 0
     assert "0.4185051047" in capsys.readouterr().out
 

@@ -43,6 +43,29 @@ ORDER_KEEPING = _overloads(
     "lift_fresh_copy.default",
 )
 EXPAND = _overloads("expand.default")
+# Elements or rows are picked, moved, joined or repeated.
+MOVES = _overloads(
+    "slice.Tensor",
+    "select.int",
+    "narrow.default",
+    "index.Tensor",
+    "index_select.default",
+    "gather.default",
+    "split.Tensor",
+    "split_with_sizes.default",
+    "unbind.int",
+    "permute.default",
+    "transpose.int",
+    "t.default",
+    "flip.default",
+    "roll.default",
+    "cat.default",
+    "stack.default",
+    "expand.default",
+    "repeat.default",
+    "constant_pad_nd.default",
+    "as_strided.default",
+) | {prims.rev.default}
 PERMUTES = _overloads("permute.default", "transpose.int", "t.default")
 MATMULS = _overloads(
     "mm.default",
@@ -86,6 +109,17 @@ def is_pointwise(node: Node) -> bool:
 def keeps_order(node: Node) -> bool:
     """The same elements in the same row-major order."""
     return is_call(node) and node.target in ORDER_KEEPING
+
+
+def is_collective(node: Node) -> bool:
+    """An all-gather, a scatter, or the wait for one."""
+    return is_call(node) and str(node.target).startswith("_c10d_functional")
+
+
+def moves(node: Node) -> bool:
+    """Picks, moves, joins or repeats elements of its first tensor; a getitem picks a chunk."""
+    picks = is_call(node) and getattr(node.target, "__name__", "") == "getitem"
+    return picks or (is_call(node) and (node.target in MOVES or is_collective(node)))
 
 
 def value(node: Node) -> Any:

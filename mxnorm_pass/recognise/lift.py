@@ -219,6 +219,8 @@ def lift(
     for node in order:
         if node not in dependent or node in refs:
             continue
+        if node.target in aten.EXPAND:
+            _check_aligned(node, dependent)
         if aten.keeps_order(node) or node.target in aten.EXPAND or through(node):
             refs[node] = ref(_inputs(node)[0])
             continue

@@ -77,7 +77,33 @@ def recognise_norm(y: Node, k: int) -> NormSpec | None:
     reason = no_norm or no_square
     if reason is not None:
         raise reason
+    _check_not_moved(y)
     return None
+
+
+def _check_not_moved(y: Node) -> None:
+    """Declines where a norm's rows are picked, moved or joined on their way to the cast."""
+    first: Node | None = None
+    node = y
+    for _ in range(MAX_PIECE):
+        if aten.moves(node):
+            first = first or node
+        elif not (aten.keeps_order(node) or aten.is_widening(node)):
+            break
+        if not node.all_input_nodes:
+            break
+        node = node.all_input_nodes[0]
+    size = aten.shape(node)
+    if first is None or not size or not isinstance(size[-1], int):
+        return
+    try:
+        norm = recognise_norm(node, size[-1])
+    except Decline:
+        # Not a norm that could have been rewritten, wherever its rows go.
+        return
+    if norm is not None:
+        reason = "collective_between" if aten.is_collective(first) else "reordered"
+        raise Decline(reason, f"{first.target} between {node.name} and the cast", first)
 
 
 def _row_statistics(y: Node) -> Iterator[Node]:
@@ -116,6 +142,8 @@ def _norm_at(statistic: Node, x: Node, y: Node, k: int) -> NormSpec:
         piece = lift(y, stops={x, statistic})
     except LiftError as error:
         reason = "norm_form" if error.operand is None else "extra_operand"
+        if error.node.target in aten.EXPAND:
+            reason = "reordered"
         raise Decline(reason, str(error), error.node) from error
     if x not in piece.leaves or statistic not in piece.leaves:
         raise Decline("norm_form", "the row is not scaled by its own mean square", y)
@@ -242,6 +270,9 @@ def _is_vector(node: Node) -> bool:
     """Comes from a tensor of one axis: a modulation of a batch of one, ``[1, 1, K]``, does not."""
     seen = 0
     while len(aten.shape(node)) != 1:
+        if node.op in ("placeholder", "get_attr"):
+            # Kept as [1, K] from the start; the sizes before K are 1, as the caller has checked.
+            return True
         seen += 1
         if seen > 8 or not (
             aten.keeps_order(node) or node.target in aten.EXPAND or aten.is_pointwise(node)
