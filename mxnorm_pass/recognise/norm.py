@@ -149,7 +149,8 @@ def _norm_at(statistic: Node, x: Node, y: Node, k: int) -> NormSpec:
         raise Decline("norm_form", "the row is not scaled by its own mean square", y)
     shifted, eps, eps_node = _shift(statistic, k)
     gain = _gain(piece, eps_node, k)
-    norm_dtype = _rounding(piece, x, statistic, gain, eps, eps_node, y, k)
+    divisor = k if statistic.target is aten.aten.sum.dim_IntList else 1
+    norm_dtype = _rounding(_Norm(piece, x, statistic, gain, eps, eps_node, y, divisor))
     out_dtype = aten.dtype(y)
     assert out_dtype is not None
     return NormSpec(
@@ -310,66 +311,63 @@ def _gain_kind(gain: Node | None) -> str:
 _cache: dict[tuple[Any, ...], torch.dtype | None] = {}
 
 
-def _rounding(
-    piece: Piece,
-    x: Node,
-    mean: Node,
-    gain: Node | None,
-    eps: float,
-    eps_node: Node | None,
-    y: Node,
-    k: int,
-) -> torch.dtype:
+@dataclass(frozen=True)
+class _Norm:
+    """What is known of a norm when its rounding is asked for."""
+
+    piece: Piece
+    x: Node
+    mean: Node
+    gain: Node | None
+    eps: float
+    eps_node: Node | None
+    y: Node
+    divisor: int
+    """K where ``mean`` is a sum, 1 where it is a mean."""
+
+
+def _rounding(norm: _Norm) -> torch.dtype:
     """The dtype to which ``x * rstd`` is rounded before the gain; declines where neither fits."""
-    is_sum = mean.target is aten.aten.sum.dim_IntList
-    roles = tuple(
-        "x" if n is x else "m" if n is mean else "g" if n is gain else "e" for n in piece.leaves
-    )
-    key = (piece.key, roles, eps, k if is_sum else None, aten.dtype(y))
+    names = {norm.x: "x", norm.mean: "mean", norm.gain: "gain"}
+    roles = tuple(names.get(leaf, "eps") for leaf in norm.piece.leaves)
+    key = (norm.piece.key, roles, norm.eps, norm.divisor, aten.dtype(norm.y))
     if key not in _cache:
-        _cache[key] = _match_rounding(piece, x, mean, gain, eps, eps_node, y, k if is_sum else 1)
+        _cache[key] = _match_rounding(norm)
     found = _cache[key]
     if found is None:
         raise Decline(
-            "norm_form", f"not x * rsqrt(mean(x^2) + {eps:g}) * gain in any known rounding order", y
+            "norm_form",
+            f"not x * rsqrt(mean(x^2) + {norm.eps:g}) * gain in any known rounding order",
+            norm.y,
         )
     return found
 
 
-def _match_rounding(
-    piece: Piece,
-    x: Node,
-    mean: Node,
-    gain: Node | None,
-    eps: float,
-    eps_node: Node | None,
-    y: Node,
-    divisor: int,
-) -> torch.dtype | None:
+def _match_rounding(norm: _Norm) -> torch.dtype | None:
     rows, mean_square, gains = probes.rows()
-    out_dtype = aten.dtype(y)
+    out_dtype = aten.dtype(norm.y)
     assert out_dtype is not None
-    values = rows.to(aten.dtype(x) or torch.float32)
-    given: dict[Node, Tensor] = {x: values, mean: mean_square * divisor}
-    if gain is not None:
-        gains = gains.to(aten.dtype(gain) or torch.float32)
-        given[gain] = gains
-    if eps_node is not None:
-        given[eps_node] = torch.tensor(eps, dtype=aten.dtype(eps_node))
+    values = rows.to(aten.dtype(norm.x) or torch.float32)
+    given: dict[Node, Tensor] = {norm.x: values, norm.mean: mean_square * norm.divisor}
+    if norm.gain is not None:
+        gains = gains.to(aten.dtype(norm.gain) or torch.float32)
+        given[norm.gain] = gains
+    if norm.eps_node is not None:
+        given[norm.eps_node] = torch.tensor(norm.eps, dtype=aten.dtype(norm.eps_node))
     try:
-        got = piece.evaluate(given)
+        got = norm.piece.evaluate(given)
     except (RuntimeError, TypeError):
         return None
     if got.dtype is not out_dtype:
         return None
     # (mean * D) / D may round once more than the mean itself: the root sees half of it.
-    rstd = torch.rsqrt(mean_square.double() + eps).to(torch.float32)
+    rstd = torch.rsqrt(mean_square.double() + norm.eps).to(torch.float32)
     slack = _ROOT_ULPS * _ULP
     for norm_dtype in (torch.float32, torch.bfloat16):
         bounds = []
         for root in (rstd * (1 - slack), rstd, rstd * (1 + slack)):
             h = (values.float() * root).to(norm_dtype)
-            if gain is not None:
+            if norm.gain is not None:
                 h = h.float() * gains.float()
             bounds.append(h.to(out_dtype).float())
         stacked, given_back = torch.stack(bounds), got.float()
