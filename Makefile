@@ -48,11 +48,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small Llama three ways and compare the losses
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Tracing lines makes a compile half as slow again: the slow tests run without.
 test: lint ## lint, types, all tests, coverage of the package
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov=mxnorm_pass --cov-report=term-missing:skip-covered --cov-fail-under=$(COV_MIN) $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" --cov=mxnorm_pass --cov-report=term-missing:skip-covered --cov-fail-under=$(COV_MIN) $(PYTEST_ARGS)
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 quick: $(STAMP) ## the tests that are neither slow nor need a GPU
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not cuda" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not cuda" $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff and mypy, nothing is changed
 	$(BIN)/ruff check $(SOURCES)

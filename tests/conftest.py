@@ -6,8 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+# Files go to test processes whole, since their tests share compiled models; the longest go first,
+# so that all processes end at about the same time.
+LONGEST = ("test_llama.py", "test_recognise.py", "test_backend.py", "test_rewrite.py")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -24,6 +24,8 @@ from mxnorm_pass import MXNormConfig, explain, reference
 from mxnorm_pass.ops import OP
 from mxnorm_pass.testing import assert_rewrites
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 EXACT = MXNormConfig(rms="exact", strict=True)
 HIDDEN = 256
@@ -173,7 +175,6 @@ def test_frozen_gains_have_no_gradient() -> None:
         assert_same_bytes(gradient, full.gradients[name], name)
 
 
-@pytest.mark.slow
 def test_dynamic_shapes() -> None:
     model, ids = one_layer(), tokens()
     result = run(model, input_ids=ids, dynamic=True)
@@ -185,7 +186,6 @@ def test_dynamic_shapes() -> None:
         assert sqnr(gradient, result.gradients[name]) > 40, name
 
 
-@pytest.mark.slow
 def test_eight_layers() -> None:
     """A walk that runs up the residual stream loses sites from the third layer on."""
     model = quantize_inference_(llama(layers=8, hidden=128), skip=("lm_head",))

@@ -62,6 +62,7 @@ def test_forms_in_inference(form: str) -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["torch", "gemma", "sqrt_division", "bare"])
 def test_forms_in_training(form: str) -> None:
     """Gradients of row and gain under the true RMS are those of the unrewritten graph."""

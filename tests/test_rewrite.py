@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from compiling import calls, graphs, listing, run
-from models import FORMS, inference_block, llama, rows, tokens, training_block, wrap_training_
+from models import inference_block, llama, rows, tokens, training_block, wrap_training_
 from numerics import assert_same_bytes, sqnr
 from torch import Tensor, nn
 from torch.fx import Graph, Node
@@ -46,7 +46,7 @@ def test_no_row_mean_is_left(form: str) -> None:
     }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["torch", "gemma", "gemma4", "t5", "bare", "sqrt_division"])
 def test_estimate_and_its_gradients_against_float64(form: str) -> None:
     """Every root is cut over right: row and gain gradients follow the straight-through formula.
 
