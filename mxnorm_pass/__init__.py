@@ -4,9 +4,11 @@ from mxnorm_pass import reference, theory
 from mxnorm_pass.backend import backend, explain, inductor_options, last_report
 from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.graph_pass import MXNormPass
+from mxnorm_pass.recognise.opaque import CastOp, register_cast_op
 from mxnorm_pass.report import Report, RewriteError
 
 __all__ = [
+    "CastOp",
     "MXNormConfig",
     "MXNormPass",
     "Report",
@@ -16,6 +18,7 @@ __all__ = [
     "inductor_options",
     "last_report",
     "reference",
+    "register_cast_op",
     "theory",
 ]
 __version__ = "0.1.0"

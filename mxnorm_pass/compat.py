@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "cache_dir",
+    "is_contiguous_or_false",
     "mode_options",
     "passes_on_hook",
     "stable_topological_sort",

@@ -19,7 +19,7 @@ from torch.fx import Graph
 from mxnorm_pass.compat import CustomGraphPass, stable_topological_sort, unset_fake_temporarily
 from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.reasons import Decline
-from mxnorm_pass.recognise import Found, Site, aten, find_sites
+from mxnorm_pass.recognise import Found, Site, aten, find_sites, opaque
 from mxnorm_pass.report import GraphReport, Report, RewriteError, SiteReport
 from mxnorm_pass.rewrite import Applied, Edit, rewrite_site
 
@@ -92,14 +92,15 @@ class MXNormPass(CustomGraphPass):
                 )
             except Decline as decline:
                 edit.rollback()
-                result.sites.append(_declined_site(site, decline.reason, decline.detail))
+                result.sites.append(_declined_site(site, decline))
                 continue
             except Exception:
                 edit.rollback()
                 if self.config.strict:
                     raise
                 log.exception("rewriting %s failed; it stays as it was", site.path)
-                result.sites.append(_declined_site(site, "internal_error", traceback.format_exc()))
+                why = Decline("internal_error", traceback.format_exc())
+                result.sites.append(_declined_site(site, why))
                 continue
             result.sites.append(_rewritten_site(site, applied))
             edits.append(edit)
@@ -161,7 +162,7 @@ class MXNormPass(CustomGraphPass):
         }
         digest.update(repr(sorted(relevant.items())).encode())
         digest.update(repr(sorted(self.config.calibration().items())).encode())
-        digest.update(repr((list(earlier), disabled())).encode())
+        digest.update(repr((list(earlier), disabled(), opaque.identity())).encode())
         return digest.hexdigest()
 
 
@@ -193,6 +194,7 @@ def _spec(site: Site) -> dict[str, Any]:
         "eps": "tensor" if norm.eps_node is not None else norm.eps,
         "gain": norm.gain_kind,
         "k": site.k,
+        "format": cast.name,
         "block_size": cast.block_size,
         "element": cast.element,
         "scale_rule": cast.rule,
@@ -218,14 +220,15 @@ def _rewritten_site(site: Site, applied: Applied) -> SiteReport:
     )
 
 
-def _declined_site(site: Site, reason: str, detail: str) -> SiteReport:
+def _declined_site(site: Site, why: Decline) -> SiteReport:
     return SiteReport(
         norm=site.path,
         consumers=site.consumers,
         status="declined",
-        reason=reason,
-        detail=detail,
+        reason=why.reason,
+        detail=why.detail,
         spec=_spec(site),
+        node="" if why.node is None else why.node.name,
     )
 
 

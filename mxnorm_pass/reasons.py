@@ -31,14 +31,26 @@ REASONS: dict[str, tuple[str, str]] = {
         "remove the graph break between norm and linear (fullgraph=True names it)",
     ),
     "reordered": (
-        "rows or elements are picked, moved, joined or repeated between norm and cast",
-        "normalise what is left after picking, or cast before it",
+        "elements are moved within rows, or rows are joined, between norm and cast",
+        "normalise what is left after it, or cast before it; picking whole rows is fine",
     ),
     "collective_between": (
         "a collective stands between norm and cast",
         "gather before the norm, or leave the site to the compiler",
     ),
+    "opaque_norm": (
+        "the cast reads the output of a norm that is one opaque op (a kernel of a library or hub)",
+        "use the model's own RMSNorm: compiled, it costs nothing more",
+    ),
     # -- the cast
+    "opaque_cast": (
+        "the norm feeds an opaque op that looks like a cast and that nobody has registered",
+        "say what it does with mxnorm_pass.register_cast_op",
+    ),
+    "rotated": (
+        "the values are rotated (Hadamard) before the cast: their block maxima are not the row's",
+        "nothing: the estimate does not hold for rotated values",
+    ),
     "k_not_multiple": (
         "the row length is not a multiple of the block size",
         "pad the hidden size to a multiple of the block size",
@@ -48,12 +60,12 @@ REASONS: dict[str, tuple[str, str]] = {
         "normalise and quantise the same last axis",
     ),
     "element_dtype": (
-        "the cast stores an element dtype that is not supported yet",
+        "what the cast stores is none of the elements e4m3, e5m2, e2m3, e3m2, e2m1 (packed)",
         "see the table of formats in README.md",
     ),
     "scale_rule": (
-        "the block scale is none of FLOOR, CEIL, EVEN, RCEIL",
-        "use one of torchao's scale calculation modes",
+        "the block scale is none of FLOOR, CEIL, EVEN, RCEIL, nor NVFP4's",
+        "compare what was computed with what was expected; torchao's scale modes are all known",
     ),
     "element_rounding": (
         "the stored element is not its value rounded to nearest even in units of the scale",
@@ -89,11 +101,25 @@ REASONS: dict[str, tuple[str, str]] = {
 
 
 class Decline(Exception):
-    """A site that is left as it is. ``reason`` is a key of :data:`REASONS`."""
+    """A site that is left as it is. ``reason`` is a key of :data:`REASONS`.
 
-    def __init__(self, reason: str, detail: str, node: Node | None = None) -> None:
+    ``computed`` and ``expected`` are given where something came near: what the node computes, and
+    what it would have to.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        detail: str,
+        node: Node | None = None,
+        *,
+        computed: str = "",
+        expected: str = "",
+    ) -> None:
         assert reason in REASONS, reason
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail if node is None else f"{detail} (at {node.name})"
         self.node = node
+        self.computed = computed
+        self.expected = expected

@@ -91,13 +91,22 @@ def scale_exponent(absmax: Tensor, element: Element, rule: str) -> Tensor:
 
 def _positive_codes(element: Element) -> Tensor:
     """All finite non-negative values of an element dtype in ascending order: index = code."""
+    if element.sub_byte:
+        # Table 1 of the MX specification: subnormals, then each binade in equal steps.
+        steps = 2**element.mantissa_bits
+        binades = [
+            (m + (steps if e else 0)) / steps * 2.0 ** (max(e, 1) - element.bias)
+            for e in range(2**element.exponent_bits)
+            for m in range(steps)
+        ]
+        return torch.tensor(binades, dtype=torch.float64)
     codes = torch.arange(128, dtype=torch.uint8).view(element.dtype).double()
     return codes[codes.isfinite()]
 
 
 def round_to_element(scaled: Tensor, element: Element, saturate: str) -> Tensor:
     """Nearest code by search, ties to the even code; float64 in, element dtype out."""
-    if saturate == "bare":
+    if saturate == "bare" and not element.sub_byte:
         return scaled.float().to(element.dtype)
     table = _positive_codes(element)
     magnitude = scaled.abs().clamp(max=element.max)
@@ -107,44 +116,95 @@ def round_to_element(scaled: Tensor, element: Element, saturate: str) -> Tensor:
     below, above = magnitude - table[lower], table[upper] - magnitude
     take_lower = (below < above) | ((below == above) & (lower % 2 == 0))
     code = torch.where(take_lower, lower, upper)
-    code = torch.where(scaled.isnan(), 0x7F, code | (torch.signbit(scaled).long() << 7))
-    return code.to(torch.uint8).view(element.dtype)
+    code = code | torch.signbit(scaled).long() * element.sign_bit
+    if element.sub_byte:
+        # There is no NaN: what stands in a block whose scale is NaN means nothing.
+        return torch.where(scaled.isnan(), 0, code).to(torch.uint8)
+    return torch.where(scaled.isnan(), 0x7F, code).to(torch.uint8).view(element.dtype)
 
 
-def quantize(y: Tensor, cast: Cast = DEFAULT_CAST) -> tuple[Tensor, Tensor]:
-    """Microscaling cast of ``y`` ``[..., K]`` along its last axis.
+def quantize(
+    y: Tensor, cast: Cast = DEFAULT_CAST, tensor_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Microscaling cast of ``y`` ``[..., K]`` along its last axis, in the plain layout.
+
+    Args:
+        y: the values.
+        cast: what to do.
+        tensor_scale: NVFP4's per-tensor scale, a float32 number.
 
     Returns:
-        ``qdata`` ``[..., K]`` in the element dtype and ``scale`` uint8 ``[..., K / block_size]``.
+        ``qdata`` ``[..., K]`` in the element dtype (FP6: one uint8 code each; FP4: ``[..., K / 2]``
+        uint8, two codes in each) and ``scale`` ``[..., K / block_size]``, uint8 or (NVFP4) E4M3.
     """
     element = ELEMENTS[cast.element]
     blocks = y.float().unflatten(-1, (y.shape[-1] // cast.block_size, cast.block_size))
     absmax = blocks.abs().amax(-1, keepdim=True)
-    byte = scale_exponent(absmax, element, cast.rule)
-    power = torch.exp2(byte.double() - E8M0_BIAS)
-    if cast.apply == "reciprocal":
-        power = torch.where(byte == 0, 1.0, power)
-        power = torch.where(byte == E8M0_NAN, absmax.double(), power)
+    if cast.rule == "e4m3":
+        scale, scaled = _nvfp4_scaled(blocks, absmax, cast, tensor_scale)
     else:
-        power = torch.where(byte == E8M0_NAN, torch.inf, power.clamp(min=2.0**-126))
-    # Dividing a float32 by a power of two is exact in float64; the graph rounds the quotient to
-    # float32 once, which shows only where it is subnormal.
-    scaled = (blocks.double() / power).float().double()
-    qdata = round_to_element(scaled, element, cast.saturate)
-    return qdata.reshape(y.shape), byte.to(torch.uint8).squeeze(-1)
+        byte = scale_exponent(absmax, element, cast.rule).clamp(min=cast.least)
+        if cast.infinite == "nan":
+            byte = torch.where(absmax.isinf(), E8M0_NAN, byte)
+        power = torch.exp2(byte.double() - E8M0_BIAS)
+        if cast.apply == "reciprocal":
+            power = torch.where(byte == 0, 1.0, power)
+            power = torch.where(byte == E8M0_NAN, absmax.double(), power)
+        else:
+            power = torch.where(byte == E8M0_NAN, torch.inf, power.clamp(min=2.0**-126))
+        # Dividing a float32 by a power of two is exact in float64; the graph rounds the quotient to
+        # float32 once, which shows only where it is subnormal.
+        scaled = (blocks.double() / power).float().double()
+        scale = byte.to(torch.uint8)
+    qdata = round_to_element(scaled, element, cast.saturate).reshape(y.shape)
+    if element.per_byte == 2:
+        qdata = qdata[..., ::2] + 16 * qdata[..., 1::2]
+    return qdata, scale.squeeze(-1)
 
 
-def dequantize(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """``qdata * 2**(scale - 127)`` in ``dtype``; scale byte 255 gives NaN."""
-    block = qdata.shape[-1] // scale.shape[-1]
-    power = torch.exp2(scale.double() - E8M0_BIAS)
-    power = torch.where(scale == E8M0_NAN, torch.nan, power).repeat_interleave(block, -1)
-    return (qdata.double() * power).to(dtype)
+def _nvfp4_scaled(
+    blocks: Tensor, absmax: Tensor, cast: Cast, tensor_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Block scale (E4M3) and values in units of both scales; each step in float32, as torchao."""
+    outer = torch.tensor(tensor_scale, dtype=torch.float32)
+    wanted = (absmax / 6.0 / outer).clamp(2.0**-6, 448.0)
+    scale = round_to_element(wanted.double(), ELEMENTS["e4m3"], "clamp")
+    if cast.apply == "reciprocal":
+        return scale, (blocks * ((1.0 / outer) / scale.float())).double()
+    return scale, (blocks / (scale.float() * outer)).double()
+
+
+def dequantize(
+    qdata: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    element: Element | None = None,
+    tensor_scale: float = 1.0,
+) -> Tensor:
+    """``qdata * 2**(scale - 127)`` (or ``qdata * scale * tensor_scale``) in ``dtype``.
+
+    ``element`` has to be named for FP6 and FP4, whose codes are plain bytes. A scale of NaN (byte
+    255) gives NaN.
+    """
+    if element is None or not element.sub_byte:
+        values = qdata.double()
+    else:
+        if element.per_byte == 2:
+            qdata = torch.stack([qdata % 16, qdata // 16], -1).flatten(-2)
+        magnitude = _positive_codes(element)[(qdata % element.sign_bit).long()]
+        values = torch.where(qdata >= element.sign_bit, -magnitude, magnitude)
+    block = values.shape[-1] // scale.shape[-1]
+    if scale.dtype is torch.float8_e4m3fn:
+        power = scale.double() * tensor_scale
+    else:
+        power = torch.exp2(scale.double() - E8M0_BIAS)
+        power = torch.where(scale == E8M0_NAN, torch.nan, power)
+    return (values * power.repeat_interleave(block, -1)).to(dtype)
 
 
 def fake_quantize(y: Tensor, cast: Cast = DEFAULT_CAST) -> Tensor:
     """Cast and back, in the dtype of ``y``."""
-    return dequantize(*quantize(y, cast), y.dtype)
+    return dequantize(*quantize(y, cast), y.dtype, ELEMENTS[cast.element])
 
 
 class _MXNormLinear(torch.autograd.Function):
@@ -175,8 +235,8 @@ class _MXNormLinear(torch.autograd.Function):
         ctx.save_for_backward(x, gain, weight, rho)
         ctx.norm_dtype, ctx.cast = norm_dtype, cast
         if fold:
-            activation = dequantize(*quantize(x.float() * rho, cast), x.dtype)
-            operand = dequantize(*quantize(weight.float() * gain.float(), cast), weight.dtype)
+            activation = fake_quantize(x.float() * rho, cast).to(x.dtype)
+            operand = fake_quantize(weight.float() * gain.float(), cast).to(weight.dtype)
         else:
             activation = fake_quantize(normalise(x, rho, gain, norm_dtype), cast)
             operand = fake_quantize(weight, cast)

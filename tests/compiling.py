@@ -87,6 +87,7 @@ class Capture(MXNormPass):
 
     def __call__(self, graph: Graph) -> None:
         self.before.append(copy.deepcopy(graph))
+        self.owner = graph.owning_module
         super().__call__(graph)
         self.after.append(copy.deepcopy(graph))
 

@@ -38,6 +38,27 @@ def assert_same_bytes(got: Tensor, expected: Tensor, what: str = "") -> None:
         )
 
 
+def is_nan_scale(scale: Tensor) -> Tensor:
+    """Where block scales are NaN: byte 255 of E8M0 (uint8), or a NaN of E4M3."""
+    return scale == 255 if scale.dtype is torch.uint8 else scale.float().isnan()
+
+
+def assert_same_cast(
+    got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], what: str = ""
+) -> None:
+    """Equal bit for bit: pairs of codes and block scales (plain layout, uint8 or E4M3).
+
+    FP6 and FP4 (codes in uint8) have no NaN: what stands in a block whose scale is NaN means
+    nothing and is not compared. Everything else is.
+    """
+    (codes, scale), (expected_codes, expected_scale) = got, expected
+    assert_same_bytes(scale, expected_scale, f"{what} scale")
+    if codes.dtype is torch.uint8:
+        nan = is_nan_scale(scale).repeat_interleave(codes.shape[-1] // scale.shape[-1], -1)
+        codes, expected_codes = codes.masked_fill(nan, 0), expected_codes.masked_fill(nan, 0)
+    assert_same_bytes(codes, expected_codes, f"{what} codes")
+
+
 def sqnr(expected: Tensor, got: Tensor) -> float:
     """Signal to quantisation noise in dB, in float64; inf where equal, nan where NaN occurs."""
     signal, noise = expected.double(), (expected.double() - got.double())

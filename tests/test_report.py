@@ -67,7 +67,7 @@ def test_json_is_written_and_foreign_json_refused(tmp_path: Path) -> None:
     report.to_json(tmp_path / "report.json")
     assert Report.from_json((tmp_path / "report.json").read_text()) == report
     for text in ("[]", '{"schema": 0}'):
-        with pytest.raises(ValueError, match="schema 1"):
+        with pytest.raises(ValueError, match="schema 2"):
             Report.from_json(text)
 
 

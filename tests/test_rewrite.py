@@ -192,11 +192,11 @@ def test_failure_of_recognition_is_contained() -> None:
     from mxnorm_pass.recognise import sites
 
     capture = graphs(inference_block("llama"), rows(2, 32, 128), training=False)
-    with mock.patch.object(sites, "recognise_norm", side_effect=RuntimeError("on purpose")):
+    with mock.patch.object(sites, "find_norm", side_effect=RuntimeError("on purpose")):
         tolerant = MXNormPass()
         tolerant(capture.before[0])
     assert {s.reason for s in tolerant.report.sites} == {"internal_error"}
-    with mock.patch.object(sites, "block_maxima", side_effect=RuntimeError("on purpose")):
+    with mock.patch.object(sites, "anchors", side_effect=RuntimeError("on purpose")):
         tolerant = MXNormPass()
         tolerant(capture.before[0])
     assert "on purpose" in (tolerant.report.graphs[0].failure or "")

@@ -6,6 +6,8 @@ already. The decomposition is traced once per call site and its nodes are lowere
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,27 +17,38 @@ from torch._inductor.lowering import fallback_handler, process_subgraph_nodes, r
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mxnorm_pass.ops.rmsnorm_mxquant import OP, decomposition
+from mxnorm_pass.ops.rmsnorm_mxquant import (
+    ABSMAX_OP,
+    OP,
+    absmax_decomposition,
+    decomposition,
+)
+
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    OP: decomposition,
+    ABSMAX_OP: absmax_decomposition,
+}
 
 
 def register() -> None:
     """Idempotent; called when the package is imported."""
-    register_lowering(OP, type_promotion_kind=None)(_lower)
+    for op in _DECOMPOSITIONS:
+        register_lowering(op, type_promotion_kind=None)(partial(_lower, op))
 
 
-def _lower(*args: Any) -> Any:
+def _lower(op: Any, *args: Any) -> Any:
     node = V.graph.current_node
     device = args[0].get_device()
     if device.type == "cpu" and config.disable_cpp_codegen:
         # A graph that C++ cannot type runs on ATen calls, this op as one of them.
-        return fallback_handler(OP, add_to_fallback_set=False)(*args)
+        return fallback_handler(op, add_to_fallback_set=False)(*args)
     tensors = [i for i, a in enumerate(node.args) if isinstance(a, torch.fx.Node)]
     constants: list[Any] = list(node.args)
 
-    def only_tensors(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def only_tensors(*given: torch.Tensor) -> Any:
         for i, tensor in zip(tensors, given, strict=True):
             constants[i] = tensor
-        return decomposition(*constants)
+        return _DECOMPOSITIONS[op](*constants)
 
     fakes = [constants[i].meta["val"] for i in tensors]
     with V.fake_mode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import SymInt, Tensor
 from torch.fx import Node
 
 from mxnorm_pass.compat import node_tags
+from mxnorm_pass.recognise import emulate
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -66,6 +68,8 @@ MOVES = _overloads(
     "constant_pad_nd.default",
     "as_strided.default",
 ) | {prims.rev.default}
+# Their values end up in a padded or a preallocated tensor.
+COPIES = _overloads("copy.default", "slice_scatter.default", "select_scatter.default")
 PERMUTES = _overloads("permute.default", "transpose.int", "t.default")
 MATMULS = _overloads(
     "mm.default",
@@ -84,6 +88,7 @@ MATMULS = _overloads(
 UNTAGGED_POINTWISE = _overloads(
     "view.dtype", "_to_copy.default", "__and__.Scalar", "__or__.Scalar", "index_put.default"
 )
+INDEX_DTYPES = (torch.int64, torch.int32)
 FILLS = _overloads("full.default", "scalar_tensor.default", "full_like.default")
 CONVERT = prims.convert_element_type.default
 VIEW_DTYPE = aten.view.dtype
@@ -100,7 +105,7 @@ def is_pointwise(node: Node) -> bool:
     """A deterministic function, element by element, of its tensor arguments."""
     if not is_call(node):
         return False
-    if node.target in UNTAGGED_POINTWISE:
+    if node.target in UNTAGGED_POINTWISE or emulate.knows(node):
         return True
     tags = node_tags(node.target)
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
@@ -111,6 +116,18 @@ def keeps_order(node: Node) -> bool:
     return is_call(node) and node.target in ORDER_KEEPING
 
 
+def is_getitem(node: Node, index: int | str | None = None) -> bool:
+    """One output of a call that has several; the given one, where an index is given."""
+    if not is_call(node) or node.target is not operator.getitem:
+        return False
+    return index is None or node.args[1] == index
+
+
+def is_inert(node: Node) -> bool:
+    """Reads sizes or dtypes, no values."""
+    return is_call(node) and (node.target in SYM_SIZE or node.target in METADATA_ASSERTS)
+
+
 def is_collective(node: Node) -> bool:
     """An all-gather, a scatter, or the wait for one."""
     return is_call(node) and str(node.target).startswith("_c10d_functional")
@@ -118,8 +135,7 @@ def is_collective(node: Node) -> bool:
 
 def moves(node: Node) -> bool:
     """Picks, moves, joins or repeats elements of its first tensor; a getitem picks a chunk."""
-    picks = is_call(node) and getattr(node.target, "__name__", "") == "getitem"
-    return picks or (is_call(node) and (node.target in MOVES or is_collective(node)))
+    return is_getitem(node) or (is_call(node) and (node.target in MOVES or is_collective(node)))
 
 
 def value(node: Node) -> Any:
@@ -143,6 +159,11 @@ def shape(node: Node) -> tuple[int | SymInt, ...]:
     """Its shape; empty where the value is no tensor."""
     val = tensor(node)
     return () if val is None else tuple(val.shape)
+
+
+def shape_of(val: Any) -> tuple[Any, ...]:
+    """The shape of a fake value."""
+    return tuple(val.shape)
 
 
 def same_size(a: int | SymInt, b: int | SymInt) -> bool:

@@ -1,117 +1,309 @@
-"""From a block absmax to a :class:`~mxnorm_pass.formats.Cast`: what is stored, and by which
-rule.
-"""
+"""Casts in a graph: where one starts, what it stores, and which :class:`Cast` it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
-from mxnorm_pass.formats import (
-    APPLIES,
-    BLOCK_SIZES,
-    ELEMENT_OF_DTYPE,
-    RULES,
-    SATURATES,
-    Cast,
-    Rule,
-    apply_scale,
-    encode,
-    scale_byte,
-)
+from mxnorm_pass.formats import BLOCK_SIZES, ELEMENT_OF_DTYPE, Element
 from mxnorm_pass.reasons import Decline
-from mxnorm_pass.recognise import aten, probes
-from mxnorm_pass.recognise.lift import MAX_PIECE, LiftError, Piece, lift
+from mxnorm_pass.recognise import aten, opaque, packing
+from mxnorm_pass.recognise.coding import (
+    Function,
+    Operands,
+    sub_byte_element,
+)
+from mxnorm_pass.recognise.lift import MAX_PIECE, LiftError
 
-_BLOCK_MAX = (aten.aten.amax.default,)
+_STORED_DTYPES = (torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
 class CastSite:
     """A cast found in a graph, before its functions are known.
 
-    ``chain`` runs from the cast's input ``source`` (excluded) to the block view: nodes that reshape
-    or widen. ``region`` is all that is computed from the absmax; of it ``codes`` (elements in their
-    storage dtype) and ``bytes`` (uint8 scales) are read from outside.
+    Attributes:
+        anchor: the block absmax, or the call of an opaque cast op.
+        source: the cast's input.
+        chain: from the source (excluded) to the block view: nodes that reshape or widen.
+        region: what is computed from the absmax and vanishes with the cast.
+        derived: of the region, what is computed from ``scales``: it may have other readers.
+        codes: elements as they are stored; of FP4 the packed bytes.
+        unpacked: for each of ``codes``, the node of one code per value.
+        scales: block scales as they are read from outside.
+        block_size: elements per block.
+        element: None where no known element is stored.
+        known: what an opaque op was registered to do; None for casts in plain ops.
     """
 
-    absmax: Node
+    anchor: Node
     source: Node
     chain: tuple[Node, ...]
     region: frozenset[Node]
+    derived: frozenset[Node]
     codes: tuple[Node, ...]
-    bytes: tuple[Node, ...]
+    unpacked: tuple[Node, ...]
+    scales: tuple[Node, ...]
     block_size: int
+    element: Element | None
+    operands: Operands
+    known: opaque.CastOp | None = None
+
+    @property
+    def inside(self) -> frozenset[Node]:
+        """All that belongs to the cast and to nobody else."""
+        return frozenset({self.anchor, *self.region})
 
 
-@dataclass(frozen=True)
-class CastSpec:
-    """A recognised cast. ``wide``: the same chain of ops is known to do the same on float32
-    input.
-    """
-
-    cast: Cast
-    wide: bool
+def anchors(graph: Graph) -> list[Node]:
+    """Block maxima over a known block size, and opaque cast ops, in graph order."""
+    return [node for node in graph.nodes if is_anchor(node)]
 
 
-def block_maxima(graph: Graph) -> list[Node]:
-    """Anchors: ``amax(abs(view), -1)`` over blocks of a known size, in graph order."""
-    found = []
-    for target in _BLOCK_MAX:
-        for node in graph.find_nodes(op="call_function", target=target):
-            source = node.args[0]
-            if source.target is not aten.aten.abs.default or not aten.reduces_last_axis(node):
-                continue
-            if aten.shape(source)[-1] in BLOCK_SIZES:
-                found.append(node)
-    return found
+def is_anchor(node: Node) -> bool:
+    """A cast may start here."""
+    return aten.is_call(node) and (_is_block_max(node) or opaque.is_registered(node))
 
 
-def cast_site(absmax: Node) -> CastSite | None:
-    """The cast around an anchor; None where nothing is stored in an element dtype or E8M0."""
-    blocks = absmax.args[0].args[0]  # type: ignore[union-attr]
-    assert isinstance(blocks, Node)
-    block_size = aten.shape(blocks)[-1]
+def _is_block_max(node: Node) -> bool:
+    if node.target is aten.aten.amax.default:
+        reduction = node
+    elif aten.is_getitem(node, 0) and node.all_input_nodes[0].target is aten.aten.max.dim:
+        reduction = node.all_input_nodes[0]
+    else:
+        return False
+    size = aten.shape(reduction.all_input_nodes[0])
+    return (
+        bool(size)
+        and size[-1] in BLOCK_SIZES
+        and aten.reduces_last_axis(reduction)
+        and _magnitudes(node) is not None
+    )
+
+
+def _magnitudes(absmax: Node) -> Node | None:
+    """``abs(values)`` under a block maximum, seen through reshapes and widening."""
+    node = absmax.all_input_nodes[0]
+    if node.target is aten.aten.max.dim:
+        node = node.all_input_nodes[0]
+    while aten.keeps_order(node) or aten.is_widening(node):
+        node = node.all_input_nodes[0]
+    return node if node.target is aten.aten.abs.default else None
+
+
+def cast_site(anchor: Node) -> CastSite | None:
+    """The cast around an anchor; None where nothing that could be a cast's result is stored."""
+    if opaque.is_registered(anchor):
+        return _opaque_site(anchor)
+    magnitudes = _magnitudes(anchor)
+    assert magnitudes is not None
+    source, chain = _back_to_source(magnitudes.all_input_nodes[0])
+    reduced = anchor.all_input_nodes[0]
+    if reduced.target is aten.aten.max.dim:
+        reduced = reduced.all_input_nodes[0]
+    block_size = aten.shape(reduced)[-1]
     assert isinstance(block_size, int)
-    chain: list[Node] = []
-    source = blocks
-    while aten.keeps_order(source) or aten.is_widening(source):
-        chain.append(source)
-        source = source.all_input_nodes[0]
+    operands = Operands(anchor, frozenset({source, *chain}))
+    depends = _Dependence(operands)
 
-    region: set[Node] = set()
-    codes: list[Node] = []
-    scales: list[Node] = []
+    reached = _downstream(anchor, depends)
+    if reached is None:
+        return None
+    # NVFP4's scale leads to the per-tensor scale, which its codes depend on as well.
+    for node in reached:
+        if aten.dtype(node) is torch.float8_e4m3fn and not depends(node):
+            operands = operands.with_scale(node)
+            break
+    codes = [n for n in reached if aten.dtype(n) in ELEMENT_OF_DTYPE and depends(n)]
+    element = ELEMENT_OF_DTYPE.get(aten.dtype(codes[0])) if codes else None  # type: ignore[arg-type]
+    unpacked = codes
+    if not codes:
+        element, unpacked = _sub_byte_codes(sorted(reached), depends, operands, source)
+        codes = unpacked
+        if element is not None and element.per_byte > 1:
+            codes = [p for n in unpacked for p in packing.packed(n, element.per_byte)]
+            unpacked = [n for n in unpacked for _ in packing.packed(n, element.per_byte)]
+        reached = _downstream(anchor, depends, ends={*codes, *unpacked}) or reached
+    needed = _ancestors(codes, within={*reached, *packing.between(unpacked, codes)})
+    alone = {n for n in reached if not depends(n)}
+    scales = _scale_exits(anchor, alone, needed)
+    stored = (torch.float8_e8m0fnu, torch.float8_e4m3fn)
+    if not codes and not any(aten.dtype(n) in stored for n in reached):
+        return None
+    return CastSite(
+        anchor=anchor,
+        source=source,
+        chain=tuple(chain),
+        region=frozenset(needed | alone),
+        derived=frozenset(_derived(scales, anchor, alone)),
+        codes=tuple(codes),
+        unpacked=tuple(unpacked),
+        scales=tuple(scales),
+        block_size=block_size,
+        element=element,
+        operands=operands,
+    )
+
+
+def _back_to_source(node: Node) -> tuple[Node, list[Node]]:
+    chain: list[Node] = []
+    while aten.keeps_order(node) or aten.is_widening(node):
+        chain.append(node)
+        node = node.all_input_nodes[0]
+    return node, chain
+
+
+class _Dependence:
+    """Whether a node is computed from the cast's values otherwise than through the absmax."""
+
+    def __init__(self, operands: Operands) -> None:
+        self._known: dict[Node, bool] = {operands.absmax: False}
+        self._known.update((n, True) for n in operands.values)
+
+    def __call__(self, node: Node) -> bool:
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if top in self._known:
+                stack.pop()
+                continue
+            passes = aten.is_pointwise(top) or aten.keeps_order(top) or aten.moves(top)
+            sources = top.all_input_nodes if passes else []
+            unknown = [n for n in sources if n not in self._known]
+            if unknown:
+                stack.extend(unknown)
+                continue
+            self._known[top] = any(self._known[n] for n in sources)
+            stack.pop()
+        return self._known[node]
+
+
+def _downstream(
+    absmax: Node, depends: _Dependence, ends: Container[Node] = ()
+) -> list[Node] | None:
+    """What is computed from the absmax, up to stored codes and E8M0 scales; None where it is too
+    much.
+    """
+    found: dict[Node, None] = {}
     queue = [absmax]
     for node in queue:
         for user in node.users:
-            if user in region or not (aten.keeps_order(user) or aten.is_pointwise(user)):
+            if user in found or not (aten.keeps_order(user) or aten.is_pointwise(user)):
                 continue
-            region.add(user)
-            if len(region) > MAX_PIECE:
+            found[user] = None
+            if len(found) > 2 * MAX_PIECE:
                 return None
-            if aten.dtype(user) in ELEMENT_OF_DTYPE:
-                codes.append(user)
-            elif user.target is aten.VIEW_DTYPE and aten.dtype(user) is torch.float8_e8m0fnu:
-                scales.append(user.all_input_nodes[0])
-            else:
+            dtype = aten.dtype(user)
+            stored = dtype is torch.float8_e8m0fnu or (dtype in ELEMENT_OF_DTYPE and depends(user))
+            if not stored and user not in ends:
                 queue.append(user)
-    if not codes and not scales:
+    return list(found)
+
+
+def _sub_byte_codes(
+    reached: Iterable[Node], depends: _Dependence, operands: Operands, source: Node
+) -> tuple[Element | None, list[Node]]:
+    """The first uint8 node whose values are FP6 or FP4 codes of the block's values."""
+    dtype = aten.dtype(source)
+    if dtype not in (torch.bfloat16, torch.float32):
+        return None, []
+    for node in reached:
+        if aten.dtype(node) is not torch.uint8 or not depends(node) or aten.keeps_order(node):
+            continue
+        try:
+            piece = operands.lift(node)
+        except LiftError:
+            continue
+        if piece.sides:
+            continue
+        element = sub_byte_element(Function(piece, operands, dtype))
+        if element is not None:
+            return element, [node]
+    return None, []
+
+
+def _ancestors(nodes: Iterable[Node], within: Container[Node]) -> set[Node]:
+    seen: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        stack.extend(n for n in node.all_input_nodes if n in within)
+    return seen
+
+
+def _scale_exits(absmax: Node, alone: set[Node], needed: set[Node]) -> list[Node]:
+    """Where scales leave the cast: functions of the absmax ``alone`` that somebody else reads.
+
+    What is computed from a stored scale (a dequantisation) leaves by the stored scale, and an E8M0
+    view of a byte by its byte.
+    """
+    found: dict[Node, None] = {}
+    for node in sorted(alone):
+        if all(u in alone or u in needed or aten.is_inert(u) for u in node.users):
+            continue
+        for end in _stored_behind(node, absmax, alone) or (node,):
+            is_view = end.target is aten.VIEW_DTYPE and aten.dtype(end) is torch.float8_e8m0fnu
+            found[end.all_input_nodes[0] if is_view else end] = None
+    return list(found)
+
+
+def _stored_behind(node: Node, absmax: Node, alone: set[Node]) -> list[Node]:
+    """The stored scales that ``node`` depends on, where it depends on the absmax by them only."""
+    ends: dict[Node, None] = {}
+    seen = {node}
+    stack = [node]
+    while stack:
+        top = stack.pop()
+        if top is absmax:
+            return []
+        if aten.dtype(top) in _STORED_DTYPES:
+            ends[top] = None
+            continue
+        fresh = [n for n in top.all_input_nodes if n not in seen and (n in alone or n is absmax)]
+        seen.update(fresh)
+        stack.extend(fresh)
+    return list(ends)
+
+
+def _derived(scales: list[Node], absmax: Node, alone: set[Node]) -> set[Node]:
+    """What is computed from stored scales, and so stays right when they are replaced."""
+    found: set[Node] = set()
+    for node in sorted(alone):
+        inner = [n for n in node.all_input_nodes if n in alone or n is absmax]
+        if node not in scales and inner and all(n in found or n in scales for n in inner):
+            found.add(node)
+    return found
+
+
+def _opaque_site(call: Node) -> CastSite | None:
+    """The site of a registered op; None for a call that it was not registered for."""
+    known = opaque.describe(call)
+    if known is None:
         return None
+    source, chain = _back_to_source(known.values)
+    outputs: dict[Any, Node] = {n.args[1]: n for n in call.users if aten.is_getitem(n)}
+    codes = tuple(outputs[k] for k in (known.qdata,) if k in outputs)
+    scales = tuple(outputs[k] for k in (known.scale,) if k in outputs)
     return CastSite(
-        absmax=absmax,
+        anchor=call,
         source=source,
         chain=tuple(chain),
-        region=frozenset(region),
-        codes=tuple(codes),
-        bytes=tuple(dict.fromkeys(scales)),
-        block_size=block_size,
+        region=frozenset((*codes, *scales)),
+        derived=frozenset(),
+        codes=codes,
+        unpacked=codes,
+        scales=scales,
+        block_size=known.cast.block_size,
+        element=known.element,
+        operands=Operands(call, frozenset({source, *chain})),
+        known=known,
     )
 
 
@@ -127,195 +319,12 @@ def check_rows(site: CastSite) -> int:
 
 def body(site: CastSite) -> frozenset[Node]:
     """All nodes of a cast behind its chain: the region, and what widens or scales the values."""
-    outside = {site.absmax, site.source, *site.chain}
+    outside = {site.anchor, site.source, *site.chain}
     seen: set[Node] = set()
-    queue = [*site.codes, *site.bytes]
+    queue = [*site.codes, *site.scales]
     for node in queue:
         for source in node.all_input_nodes:
             if source not in outside and source not in seen:
                 seen.add(source)
                 queue.append(source)
     return frozenset(seen) | site.region
-
-
-def check_closed(site: CastSite, nodes: frozenset[Node]) -> None:
-    """Nothing but codes and scale bytes may leave ``nodes``: all else must vanish with the cast."""
-    edges = {*site.codes, *site.bytes}
-    for node in (site.absmax, *nodes):
-        if node in edges or aten.dtype(node) is torch.float8_e8m0fnu:
-            continue
-        for user in node.users:
-            inside = user in nodes
-            harmless = user.target in aten.SYM_SIZE or user.target in aten.METADATA_ASSERTS
-            if not inside and not harmless:
-                raise Decline("scale_escapes", f"{user.name} reads it", node)
-
-
-def recognise_cast(site: CastSite) -> CastSpec:
-    """Evaluate a cast and name it, or decline with the reason."""
-    if not site.codes or any(aten.dtype(n) != aten.dtype(site.codes[0]) for n in site.codes):
-        raise Decline("element_dtype", "stored in no known element dtype", site.absmax)
-    if not site.bytes:
-        raise Decline("scale_rule", "no scale is stored as E8M0", site.absmax)
-    check_closed(site, site.region)
-    rules = {
-        _named(
-            node,
-            site,
-            "scale_rule",
-            "no scale rule agrees on all values of the block absmax",
-            _match_rule,
-        )
-        for node in site.bytes
-    }
-    rule, wide_rule = _only(rules, "scale_rule", site)
-    codings = {
-        _named(
-            node,
-            site,
-            "element_rounding",
-            f"not round-to-nearest-even of value / scale under {rule}",
-            _match_coding(rule),
-        )
-        for node in site.codes
-    }
-    (apply, saturate), wide_coding = _only(codings, "element_rounding", site)
-    element = ELEMENT_OF_DTYPE[site.codes[0].meta["val"].dtype]
-    cast = Cast(element.name, site.block_size, rule, apply, saturate)
-    return CastSpec(cast, wide=wide_rule and wide_coding)
-
-
-def _only(found: set[Any], reason: str, site: CastSite) -> Any:
-    if len(found) != 1:
-        raise Decline(
-            reason, f"one block is stored by several functions: {sorted(found)}", site.absmax
-        )
-    return next(iter(found))
-
-
-_cache: dict[tuple[Any, ...], Any] = {}
-"""Results by structural key: a model of 100 equal layers pays once."""
-
-
-def _named(
-    node: Node,
-    site: CastSite,
-    reason: str,
-    message: str,
-    match: Callable[[_Function, torch.dtype], tuple[Any, bool] | None],
-) -> Any:
-    try:
-        piece = lift(node, stops={site.absmax, site.source, *site.chain})
-    except LiftError as error:
-        raise Decline(reason, str(error), error.node) from error
-    if piece.sides:
-        side = min(piece.sides, key=lambda n: n.name)
-        detail = "depends on more than the block"
-        if not aten.shape(side):
-            detail += "; dynamic=True makes a cast's constants inputs, mark_dynamic does not"
-        raise Decline(reason, detail, side)
-    element = aten.dtype(site.codes[0])
-    is_absmax = tuple(leaf is site.absmax for leaf in piece.leaves)
-    key = (getattr(match, "key", match.__name__), element, is_absmax, piece.key)
-    if key not in _cache:
-        input_dtype = aten.dtype(site.source)
-        assert element is not None and input_dtype is not None
-        _cache[key] = match(_Function(piece, site.absmax, element), input_dtype)
-    if _cache[key] is None:
-        raise Decline(reason, message, node)
-    return _cache[key]
-
-
-@dataclass(frozen=True)
-class _Function:
-    """A piece of a cast as a function of (value, absmax), each float32 or bfloat16."""
-
-    piece: Piece
-    absmax: Node
-    element: torch.dtype
-
-    def __call__(self, values: Tensor | None, absmax: Tensor, *, wide: bool) -> Tensor:
-        """Each leaf gets its own dtype, or float32 throughout where ``wide``."""
-        given: dict[Node, Tensor] = {}
-        for leaf in self.piece.leaves:
-            source = absmax if leaf is self.absmax else values
-            if source is None:
-                raise LiftError("depends on more than the absmax", leaf)
-            dtype = aten.dtype(leaf)
-            given[leaf] = source if wide or dtype is None else source.to(dtype)
-        return self.piece.evaluate(given)
-
-
-def _widths(dtype: torch.dtype) -> list[torch.dtype]:
-    return list(dict.fromkeys((dtype, torch.float32)))
-
-
-def _match_rule(function: _Function, dtype: torch.dtype) -> tuple[Rule, bool] | None:
-    """The scale rule that agrees on every probe of the graph's own dtype, float32 deciding ties.
-
-    bfloat16 cannot tell ``rceil_log2`` from ``rceil_exact``; the same chain fed with float32 can.
-    """
-    element = ELEMENT_OF_DTYPE[function.element]
-    candidates: list[Rule] = list(RULES)
-    for width in _widths(dtype):
-        probe = probes.absmax(width)
-        try:
-            got = function(None, probe, wide=width is torch.float32)
-        except (LiftError, RuntimeError, TypeError):
-            # On float32 only: the chain was written for the narrow dtype (integer views of it).
-            if width is dtype:
-                return None
-            return candidates[0], False
-        agree = [r for r in candidates if _same_bytes(got, _expected_byte(width, element.dtype, r))]
-        if not agree:
-            return None if width is dtype else (candidates[0], False)
-        candidates = agree
-    return candidates[0], True
-
-
-@cache
-def _expected_byte(width: torch.dtype, element: torch.dtype, rule: Rule) -> Tensor:
-    return scale_byte(probes.absmax(width).to(torch.float32), ELEMENT_OF_DTYPE[element], rule)
-
-
-def _match_coding(rule: Rule) -> Callable[[_Function, torch.dtype], tuple[Any, bool] | None]:
-    """The way of scaling and saturating that agrees on every probe, given the scale rule."""
-
-    def match(function: _Function, dtype: torch.dtype) -> tuple[Any, bool] | None:
-        element = ELEMENT_OF_DTYPE[function.element]
-        candidates = [(a, s) for a in APPLIES for s in SATURATES]
-        for width in _widths(dtype):
-            values, absmax = probes.block_values(width)
-            try:
-                got = function(values, absmax, wide=width is torch.float32)
-            except (LiftError, RuntimeError, TypeError):
-                return None if width is dtype else (candidates[0], False)
-            values32, absmax32 = values.to(torch.float32), absmax.to(torch.float32)
-            byte = scale_byte(absmax32, element, rule)
-            agree = [
-                (a, s)
-                for a, s in candidates
-                if _same_codes(got, encode(apply_scale(values32, absmax32, byte, a), element, s))
-            ]
-            if not agree:
-                return None if width is dtype else (candidates[0], False)
-            candidates = agree
-        return candidates[0], True
-
-    match.key = ("coding", rule)  # type: ignore[attr-defined]
-    return match
-
-
-def _same_bytes(got: Tensor, expected: Tensor) -> bool:
-    return got.dtype is torch.uint8 and got.shape == expected.shape and torch.equal(got, expected)
-
-
-def _same_codes(got: Tensor, expected: Tensor) -> bool:
-    """Bitwise, any NaN for any NaN, and the sign of zero kept."""
-    if got.dtype is not expected.dtype or got.shape != expected.shape:
-        return False
-    nan_got, nan_expected = got.float().isnan(), expected.float().isnan()
-    bytes_equal = got.view(torch.uint8) == expected.view(torch.uint8)
-    return bool(
-        torch.all(torch.where(nan_got | nan_expected, nan_got == nan_expected, bytes_equal))
-    )

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mxnorm_pass.formats import E8M0_BIAS, ELEMENT_OF_DTYPE
+from mxnorm_pass.formats import E8M0_BIAS, ELEMENT_OF_DTYPE, Element, decode
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten
-from mxnorm_pass.recognise.cast import CastSite, body, cast_site, check_closed, recognise_cast
+from mxnorm_pass.recognise.cast import CastSite, body, cast_site, is_anchor
+from mxnorm_pass.recognise.cast_spec import check_closed, recognise_cast
+from mxnorm_pass.recognise.coding import stored_scale
 from mxnorm_pass.recognise.lift import MAX_PIECE, LiftError, lift
 
 _LHS_RHS: dict[Any, tuple[int, int]] = {
@@ -44,8 +46,8 @@ def _passes(node: Node) -> bool:
     return (
         aten.is_pointwise(node)
         or aten.keeps_order(node)
-        or node.target in aten.EXPAND
-        or node.target in aten.PERMUTES
+        or aten.moves(node)
+        or node.target in aten.COPIES
     )
 
 
@@ -70,12 +72,10 @@ def readers(starts: tuple[Node, ...], *, skip: frozenset[Node] = frozenset()) ->
 
 
 def consumers(site: CastSite) -> Consumers:
-    """Readers of what the cast stores (it reads its own scale too: start behind the view)."""
-    scales = (user for byte in site.bytes for user in byte.users)
-    stored = tuple(user for user in scales if aten.dtype(user) is torch.float8_e8m0fnu)
-    found = readers((*site.codes, *stored))
+    """Readers of what the cast stores, apart from the cast itself, which reads its own scale."""
+    found = readers((*site.codes, *site.scales), skip=site.region)
     if not found.matmuls:
-        raise Decline("no_matmul", "no matmul reads the cast", site.absmax)
+        raise Decline("no_matmul", "no matmul reads the cast", site.anchor)
     return found
 
 
@@ -112,7 +112,7 @@ def foldable_weights(site: CastSite, found: Consumers, k: int) -> list[WeightCas
             check_closed(cast, body(cast))
         except Decline:
             return None
-        weights[cast.absmax] = WeightCast(cast.source, cast)
+        weights[cast.anchor] = WeightCast(cast.source, cast)
     ours = set(found.matmuls)
     for weight in weights.values():
         read = consumers(weight.site)
@@ -126,9 +126,9 @@ def _weight_cast(rhs: Node) -> CastSite | None:
     seen = {rhs}
     queue = [rhs]
     for node in queue:
-        if node.target is aten.aten.amax.default:
+        if is_anchor(node):
             site = cast_site(node)
-            return site if site is not None and site.codes and site.bytes else None
+            return site if site is not None and site.codes and site.scales else None
         for source in node.all_input_nodes:
             if source not in seen and len(seen) < MAX_PIECE and aten.is_call(source):
                 seen.add(source)
@@ -176,36 +176,39 @@ _cache: dict[object, bool] = {}
 
 
 def _is_dequantised(operand: Node, site: CastSite) -> bool:
-    """``operand`` is code times ``2**(byte - 127)``, rounded to its dtype at the most."""
-    if len(site.codes) != 1 or len(site.bytes) != 1:
+    """``operand`` is code times the block's scale, rounded to its dtype at the most."""
+    if len(site.codes) != 1 or len(site.scales) != 1 or site.element is None:
         return False
-    code, byte = site.codes[0], site.bytes[0]
+    code, scale = site.codes[0], site.scales[0]
     try:
         # The caller checks transposes by themselves.
-        piece = lift(operand, stops={code, byte}, through=lambda n: n.target in aten.PERMUTES)
+        piece = lift(operand, stops={code, scale}, through=lambda n: n.target in aten.PERMUTES)
     except LiftError:
         return False
-    out = aten.dtype(operand)
-    element = aten.dtype(code)
-    key = (piece.key, tuple(leaf is code for leaf in piece.leaves), out, element)
+    out, stored = aten.dtype(operand), aten.dtype(scale)
+    if piece.sides or set(piece.leaves) != {code, scale} or out is None or stored is None:
+        return False
+    key = (piece.key, tuple(leaf is code for leaf in piece.leaves), out, stored, site.element.name)
     if key not in _cache:
-        if piece.sides or code not in piece.leaves or byte not in piece.leaves:
-            return False
-        assert element is not None and out is not None
-        codes, scale = _code_probes(element)
-        got = piece.evaluate({code: codes, byte: scale})
-        expected = (codes.double() * torch.exp2(scale.double() - E8M0_BIAS)).to(out)
+        codes, byte = _code_probes(site.element)
+        got = piece.evaluate({code: codes, scale: stored_scale(byte, stored)})
+        values = decode(codes, site.element).double()
+        expected = (values * torch.exp2(byte.double() - E8M0_BIAS)).to(out)
         _cache[key] = got.dtype is out and torch.equal(got.float(), expected.float())
     return _cache[key]
 
 
 @cache
-def _code_probes(element: torch.dtype) -> tuple[Tensor, Tensor]:
+def _code_probes(element: Element) -> tuple[Tensor, Tensor]:
     """Every finite code with scales whose product is a normal bfloat16."""
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(element)
-    codes = codes[codes.float().isfinite()]
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    if element.sub_byte:
+        codes = codes[: 2 * element.sign_bit]
+    else:
+        codes = codes.view(element.dtype)
+        codes = codes[codes.float().isfinite()].view(torch.uint8)
     scale = torch.arange(40, 200, 8, dtype=torch.int32).to(torch.uint8)
     return (
-        codes.view(torch.uint8).repeat_interleave(len(scale)).view(element),
+        codes.repeat_interleave(len(scale)).view(element.dtype),
         scale.repeat(len(codes)),
     )

@@ -16,7 +16,7 @@ from torch import SymInt, Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from mxnorm_pass.recognise import aten
+from mxnorm_pass.recognise import aten, emulate
 
 MAX_PIECE = 256
 """Nodes. torchao's largest cast (FP4) has about 90; beyond this a walk has left the site."""
@@ -50,6 +50,7 @@ class Piece:
     keys mean equal functions of the leaves, whatever graph they came from.
     """
 
+    output: Node
     leaves: tuple[Node, ...]
     sides: frozenset[Node]
     steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
@@ -68,11 +69,12 @@ class Piece:
             return arg
 
         for target, args, kwargs in self.steps:
-            env.append(target(*resolve(args), **{k: resolve(v) for k, v in kwargs.items()}))
+            function = emulate.FUNCTIONS.get(target, target)
+            env.append(function(*resolve(args), **{k: resolve(v) for k, v in kwargs.items()}))
         return env[self.result.index]
 
 
-def _constant(node: Node, depth: int = 3) -> Tensor | None:
+def _constant(node: Node, depth: int = 6) -> Tensor | None:
     """The value of a node that is the same number everywhere; 0-d only where the node is.
 
     A tensor of one dimension takes part in type promotion, one of none does not. ``depth`` bounds
@@ -101,6 +103,12 @@ def _constant(node: Node, depth: int = 3) -> Tensor | None:
         if number is None:
             return None
         number = number.reshape(())
+    elif depth and node.target is aten.VIEW_DTYPE:
+        # torchao writes float32 constants as the integers of their bits.
+        number = _constant(node.all_input_nodes[0], depth - 1)
+        if number is None or number.element_size() != val.element_size():
+            return None
+        number = number.reshape(1).view(val.dtype).reshape(())
     else:
         return None
     shape = () if val.dim() == 0 else (1,)
@@ -238,6 +246,7 @@ def lift(
         )
     leaf_key = tuple((str(aten.dtype(n)), n in sides, len(aten.shape(n)) == 0) for n in leaves)
     return Piece(
+        output=output,
         leaves=tuple(leaves),
         sides=frozenset(sides),
         steps=tuple(steps),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from mxnorm_pass.reasons import Decline
-from mxnorm_pass.recognise import aten, probes
+from mxnorm_pass.recognise import aten, fused_norm, moves, opaque
 from mxnorm_pass.recognise.lift import MAX_PIECE, LiftError, Piece, lift
+from mxnorm_pass.recognise.norm_function import Norm, check_square, gain_kind, rounding
 
 _MEANS = (aten.aten.mean.dim, aten.aten.sum.dim_IntList)
 _VARIANCES = (
@@ -21,10 +20,8 @@ _VARIANCES = (
     aten.aten.native_layer_norm.default,
     aten.aten.native_group_norm.default,
 )
+_DIFFERENCES = (aten.aten.sub.Tensor, aten.aten.add.Tensor)
 _FLOATS = (torch.float32, torch.bfloat16)
-_ULP = 2.0**-23
-_ROOT_ULPS = 4
-"""rsqrt, 1/sqrt, pow and the order of two products differ by this much in float32, at the most."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,7 @@ class NormSpec:
         gain_kind: ``w``, ``1+w``, ``other`` or ``none``, for the report.
         norm_dtype: what ``x * rstd`` is rounded to before the gain.
         out_dtype: what the cast reads.
+        fused: ``mean`` and ``shifted`` are one call of ``aten._fused_rms_norm``.
     """
 
     x: Node
@@ -54,6 +52,7 @@ class NormSpec:
     gain_kind: str
     norm_dtype: torch.dtype
     out_dtype: torch.dtype
+    fused: bool = False
 
 
 def recognise_norm(y: Node, k: int) -> NormSpec | None:
@@ -62,6 +61,9 @@ def recognise_norm(y: Node, k: int) -> NormSpec | None:
     Row statistics are tried from the nearest on. Where none fits, the reason is that of the nearest
     mean of squares or variance, since that is where a user would look for the norm.
     """
+    call = fused_norm.fused_call(y)
+    if call is not None:
+        return _fused(call, y, k)
     no_square: Decline | None = None
     no_norm: Decline | None = None
     for statistic in _row_statistics(y):
@@ -77,33 +79,64 @@ def recognise_norm(y: Node, k: int) -> NormSpec | None:
     reason = no_norm or no_square
     if reason is not None:
         raise reason
-    _check_not_moved(y)
     return None
 
 
-def _check_not_moved(y: Node) -> None:
-    """Declines where a norm's rows are picked, moved or joined on their way to the cast."""
-    first: Node | None = None
-    node = y
-    for _ in range(MAX_PIECE):
-        if aten.moves(node):
-            first = first or node
-        elif not (aten.keeps_order(node) or aten.is_widening(node)):
-            break
-        if not node.all_input_nodes:
-            break
-        node = node.all_input_nodes[0]
-    size = aten.shape(node)
-    if first is None or not size or not isinstance(size[-1], int):
-        return
+def find_norm(source: Node, k: int) -> tuple[NormSpec, tuple[Node, ...]] | None:
+    """The norm whose rows a cast reads, and the nodes that pick rows in between."""
+    repeated: Decline | None = None
     try:
-        norm = recognise_norm(node, size[-1])
+        norm = recognise_norm(source, k)
+    except Decline as decline:
+        if decline.reason != "reordered":
+            raise
+        norm, repeated = None, decline
+    if norm is not None:
+        return norm, ()
+    y, path = moves.rows_behind(source)
+    if path:
+        norm = recognise_norm(y, k)
+        if norm is not None:
+            return norm, path
+    if repeated is not None:
+        raise repeated
+    blocked = moves.check_not_moved(source)
+    if blocked is None:
+        producer = fused_norm.producer(source)
+        if opaque.is_opaque_norm(producer):
+            raise Decline("opaque_norm", f"{producer.target}", producer)
+        return None
+    first, origin = blocked
+    size = aten.shape(origin)
+    try:
+        norm = recognise_norm(origin, size[-1]) if size and isinstance(size[-1], int) else None
     except Decline:
         # Not a norm that could have been rewritten, wherever its rows go.
-        return
+        return None
     if norm is not None:
-        reason = "collective_between" if aten.is_collective(first) else "reordered"
-        raise Decline(reason, f"{first.target} between {node.name} and the cast", first)
+        raise moves.moved(first, origin)
+    return None
+
+
+def _fused(call: Node, y: Node, k: int) -> NormSpec:
+    x, gain, eps = fused_norm.arguments(call, k)
+    normalised = next(n for n in call.users if aten.is_getitem(n, 0))
+    out_dtype = aten.dtype(normalised)
+    if aten.dtype(x) not in _FLOATS or out_dtype not in _FLOATS:
+        raise Decline("unsupported_dtype", f"row {aten.dtype(x)}, cast reads {out_dtype}", y)
+    assert out_dtype is not None
+    return NormSpec(
+        x=x,
+        mean=call,
+        shifted=call,
+        eps=eps,
+        eps_node=None,
+        gain=gain,
+        gain_kind=gain_kind(gain),
+        norm_dtype=torch.float32,
+        out_dtype=out_dtype,
+        fused=True,
+    )
 
 
 def _row_statistics(y: Node) -> Iterator[Node]:
@@ -114,9 +147,8 @@ def _row_statistics(y: Node) -> Iterator[Node]:
         if node.target in _MEANS or node.target in _VARIANCES:
             yield node
             continue
-        selects_statistic = aten.is_call(node) and getattr(node.target, "__name__", "") == "getitem"
         passes = aten.is_pointwise(node) or aten.keeps_order(node) or node.target in aten.EXPAND
-        if not (passes or selects_statistic):
+        if not (passes or aten.is_getitem(node)):
             continue
         for source in node.all_input_nodes:
             if source not in seen and len(seen) < MAX_PIECE:
@@ -126,7 +158,13 @@ def _row_statistics(y: Node) -> Iterator[Node]:
 
 def _norm_at(statistic: Node, x: Node, y: Node, k: int) -> NormSpec:
     if statistic.target in _VARIANCES:
-        raise Decline("centred", "the row's variance, not its mean square", statistic)
+        raise Decline(
+            "centred",
+            "the row's variance, not its mean square",
+            statistic,
+            computed="mean((x - mean(x))^2)",
+            expected="mean(x^2)",
+        )
     if not aten.reduces_last_axis(statistic):
         raise Decline("multi_axis", f"reduces {statistic.args[1]}", statistic)
     width = aten.shape(statistic.all_input_nodes[0])[-1]
@@ -150,7 +188,7 @@ def _norm_at(statistic: Node, x: Node, y: Node, k: int) -> NormSpec:
     shifted, eps, eps_node = _shift(statistic, k)
     gain = _gain(piece, eps_node, k)
     divisor = k if statistic.target is aten.aten.sum.dim_IntList else 1
-    norm_dtype = _rounding(_Norm(piece, x, statistic, gain, eps, eps_node, y, divisor))
+    norm_dtype = rounding(Norm(piece, x, statistic, gain, eps, eps_node, y, divisor))
     out_dtype = aten.dtype(y)
     assert out_dtype is not None
     return NormSpec(
@@ -160,7 +198,7 @@ def _norm_at(statistic: Node, x: Node, y: Node, k: int) -> NormSpec:
         eps=eps,
         eps_node=eps_node,
         gain=gain,
-        gain_kind=_gain_kind(gain),
+        gain_kind=gain_kind(gain),
         norm_dtype=norm_dtype,
         out_dtype=out_dtype,
     )
@@ -184,12 +222,9 @@ def _squared(statistic: Node) -> Node:
         piece = lift(squares, stops={x})
     except LiftError as error:
         raise Decline("norm_form", str(error), error.node) from error
-    values = probes.rows()[0].to(aten.dtype(x) or torch.float32)
     if piece.sides or piece.leaves != (x,):
         raise Decline("norm_form", "what is averaged is no function of one row", statistic)
-    # A square that overflows is Inf on both sides; one ulp is what pow and mul may differ by.
-    if not _within(piece.evaluate({x: values}), values.float().square(), 1):
-        raise Decline("norm_form", "what is averaged is not the square of the row", squares)
+    check_square(piece, x, squares)
     return x
 
 
@@ -198,13 +233,20 @@ def _check_not_centred(x: Node) -> None:
     node = x
     while aten.keeps_order(node) or aten.is_widening(node) or node.target is aten.CONVERT:
         node = node.all_input_nodes[0]
-    if not aten.is_pointwise(node) or not aten.shape(node):
+    # A norm of a norm is a product with a row statistic: nothing is taken off.
+    if node.target not in _DIFFERENCES or not aten.shape(node):
         return
     for operand in node.all_input_nodes:
         size = aten.shape(operand)
         per_row = bool(size) and isinstance(size[-1], int) and size[-1] == 1 != aten.shape(node)[-1]
         if per_row and next(_row_statistics(operand), None) is not None:
-            raise Decline("centred", "the row has a row mean taken off", node)
+            raise Decline(
+                "centred",
+                "the row has a row mean taken off",
+                node,
+                computed="x - mean(x)",
+                expected="x",
+            )
 
 
 def _shift(statistic: Node, k: int) -> tuple[Node, float, Node | None]:
@@ -213,7 +255,13 @@ def _shift(statistic: Node, k: int) -> tuple[Node, float, Node | None]:
     if statistic.target is aten.aten.sum.dim_IntList:
         mean = next((u for u in _forward_users(statistic) if _divides(u, k)), statistic)
         if mean is statistic:
-            raise Decline("norm_form", f"a sum that is not divided by {k}", statistic)
+            raise Decline(
+                "norm_form",
+                f"a sum that is not divided by {k}",
+                statistic,
+                computed="sum(x^2)",
+                expected=f"sum(x^2) / {k}",
+            )
     for user in _forward_users(mean):
         if user.target not in (aten.aten.add.Tensor, aten.aten.add.Scalar):
             continue
@@ -284,102 +332,3 @@ def _is_vector(node: Node) -> bool:
             return False
         node = sources[0]
     return True
-
-
-def _gain_kind(gain: Node | None) -> str:
-    if gain is None:
-        return "none"
-    source = gain
-    while aten.is_pointwise(source) or aten.keeps_order(source):
-        sources = [n for n in source.all_input_nodes if aten.tensor(n) is not None]
-        if len(sources) != 1:
-            return "other"
-        source = sources[0]
-    if source is gain:
-        return "w"
-    try:
-        piece = lift(gain, stops={source})
-        values = probes.rows()[2].to(aten.dtype(source) or torch.float32)
-        got = piece.evaluate({source: values}).float()
-    except (LiftError, RuntimeError, TypeError):
-        return "other"
-    if torch.equal(got, values.float()):
-        return "w"
-    return "1+w" if torch.allclose(got, values.float() + 1, rtol=2.0**-8, atol=0) else "other"
-
-
-_cache: dict[tuple[Any, ...], torch.dtype | None] = {}
-
-
-@dataclass(frozen=True)
-class _Norm:
-    """What is known of a norm when its rounding is asked for."""
-
-    piece: Piece
-    x: Node
-    mean: Node
-    gain: Node | None
-    eps: float
-    eps_node: Node | None
-    y: Node
-    divisor: int
-    """K where ``mean`` is a sum, 1 where it is a mean."""
-
-
-def _rounding(norm: _Norm) -> torch.dtype:
-    """The dtype to which ``x * rstd`` is rounded before the gain; declines where neither fits."""
-    names = {norm.x: "x", norm.mean: "mean", norm.gain: "gain"}
-    roles = tuple(names.get(leaf, "eps") for leaf in norm.piece.leaves)
-    key = (norm.piece.key, roles, norm.eps, norm.divisor, aten.dtype(norm.y))
-    if key not in _cache:
-        _cache[key] = _match_rounding(norm)
-    found = _cache[key]
-    if found is None:
-        raise Decline(
-            "norm_form",
-            f"not x * rsqrt(mean(x^2) + {norm.eps:g}) * gain in any known rounding order",
-            norm.y,
-        )
-    return found
-
-
-def _match_rounding(norm: _Norm) -> torch.dtype | None:
-    rows, mean_square, gains = probes.rows()
-    out_dtype = aten.dtype(norm.y)
-    assert out_dtype is not None
-    values = rows.to(aten.dtype(norm.x) or torch.float32)
-    given: dict[Node, Tensor] = {norm.x: values, norm.mean: mean_square * norm.divisor}
-    if norm.gain is not None:
-        gains = gains.to(aten.dtype(norm.gain) or torch.float32)
-        given[norm.gain] = gains
-    if norm.eps_node is not None:
-        given[norm.eps_node] = torch.tensor(norm.eps, dtype=aten.dtype(norm.eps_node))
-    try:
-        got = norm.piece.evaluate(given)
-    except (RuntimeError, TypeError):
-        return None
-    if got.dtype is not out_dtype:
-        return None
-    # (mean * D) / D may round once more than the mean itself: the root sees half of it.
-    rstd = torch.rsqrt(mean_square.double() + norm.eps).to(torch.float32)
-    slack = _ROOT_ULPS * _ULP
-    for norm_dtype in (torch.float32, torch.bfloat16):
-        bounds = []
-        for root in (rstd * (1 - slack), rstd, rstd * (1 + slack)):
-            h = (values.float() * root).to(norm_dtype)
-            if norm.gain is not None:
-                h = h.float() * gains.float()
-            bounds.append(h.to(out_dtype).float())
-        stacked, given_back = torch.stack(bounds), got.float()
-        between = (given_back >= stacked.amin(0)) & (given_back <= stacked.amax(0))
-        both_nan = given_back.isnan() & stacked.isnan().any(0)
-        if bool((between | both_nan).all()):
-            return norm_dtype
-    return None
-
-
-def _within(got: Tensor, expected: Tensor, ulps: int) -> bool:
-    if got.shape != expected.shape or got.dtype is not torch.float32:
-        return False
-    near = (got - expected).abs() <= ulps * _ULP * expected.abs()
-    return bool((near | (got == expected) | (got.isnan() & expected.isnan())).all())

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mxnorm_pass.formats import ELEMENTS
+from mxnorm_pass.formats import ELEMENTS, block_scale
 
 _SEED = 20260313
 
@@ -51,30 +51,40 @@ def absmax(dtype: torch.dtype) -> Tensor:
     return torch.cat([_around(edges, 64), bits.view(torch.float32), torch.zeros(1), special])
 
 
+TENSOR_SCALES: tuple[float, ...] = (1.0, 2.0**-9, 0.0371, 3.3e-4)
+"""NVFP4's per-tensor scale: powers of two keep ties ties, the others round."""
+
+
 @cache
-def block_values(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def block_values(dtype: torch.dtype, fine: bool = False) -> tuple[Tensor, Tensor]:
     """Pairs (value, absmax of its block), both in ``dtype``: what an element code is a function of.
 
     The value is the absmax itself with either sign (overflow shows there only), every mantissa
-    below it, ties between neighbouring codes, zero, and NaN and Inf with their absmax.
+    below it, ties between neighbouring codes, zero, and NaN and Inf with their absmax. ``fine`` is
+    for scales that are no powers of two (NVFP4): absmax values close to 1, and values that are ties
+    in units of the scale.
     """
-    exponents = torch.arange(-120, 121, 30, dtype=torch.float64)
+    steps = torch.arange(-16, 17, 4) if fine else torch.arange(-120, 121, 30)
+    exponents = torch.cat([steps, torch.tensor([-120, 120])]) if fine else steps
     mantissas = 1 + torch.arange(128, dtype=torch.float64) / 128
-    tops = (torch.exp2(exponents).unsqueeze(-1) * mantissas).flatten()
+    tops = (torch.exp2(exponents.double()).unsqueeze(-1) * mantissas).flatten()
     fractions = torch.rand(12, generator=_generator(), dtype=torch.float64)
-    # Multiples of 1/64 of the absmax' power of two hit the ties of 3-bit and 2-bit mantissas.
-    grid = torch.arange(1, 64, 5, dtype=torch.float64) / 64
+    # Multiples of 1/64 of the absmax' power of two hit the ties of 1 to 3 mantissa bits.
+    grid = torch.arange(1, 64, 1 if fine else 2, dtype=torch.float64) / 64
+    grid = torch.cat([grid, torch.arange(1, 16, dtype=torch.float64) / 16])
     scales = torch.exp2(torch.floor(torch.log2(tops)))
     small = torch.exp2(-torch.arange(4, 22, dtype=torch.float64))
-    values = torch.cat(
-        [
-            torch.stack([tops, -tops], -1),
-            tops.unsqueeze(-1) * torch.cat([fractions, -fractions[:4]]),
-            scales.unsqueeze(-1) * grid,
-            scales.unsqueeze(-1) * torch.cat([small, small * 1.5, -small * 1.25]),
-        ],
-        -1,
-    )
+    parts = [
+        torch.stack([tops, -tops], -1),
+        tops.unsqueeze(-1) * torch.cat([fractions, -fractions[:4]]),
+        scales.unsqueeze(-1) * grid,
+        scales.unsqueeze(-1) * torch.cat([small, small * 1.5, -small * 1.25]),
+    ]
+    if fine:
+        stored = block_scale(tops.float(), ELEMENTS["e2m1"], "e4m3").double()
+        ties = torch.tensor([0.25, -0.75, 1.25, -1.75, 2.5, -3.5, 5.0], dtype=torch.float64)
+        parts.append(torch.minimum(stored.unsqueeze(-1) * ties, tops.unsqueeze(-1)))
+    values = torch.cat(parts, -1)
     pairs = torch.stack([values, tops.unsqueeze(-1).expand_as(values)], -1).reshape(-1, 2)
     inf, nan = float("inf"), float("nan")
     special = torch.tensor(

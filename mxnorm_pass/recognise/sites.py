@@ -13,15 +13,9 @@ from torch.fx import Graph, Node
 from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.formats import Cast
 from mxnorm_pass.reasons import Decline
-from mxnorm_pass.recognise import aten
-from mxnorm_pass.recognise.cast import (
-    CastSite,
-    CastSpec,
-    block_maxima,
-    cast_site,
-    check_rows,
-    recognise_cast,
-)
+from mxnorm_pass.recognise import aten, opaque
+from mxnorm_pass.recognise.cast import CastSite, anchors, cast_site, check_rows
+from mxnorm_pass.recognise.cast_spec import CastSpec, recognise_cast
 from mxnorm_pass.recognise.consumers import (
     Consumers,
     WeightCast,
@@ -29,42 +23,87 @@ from mxnorm_pass.recognise.consumers import (
     foldable_weights,
     readers,
 )
-from mxnorm_pass.recognise.norm import NormSpec, recognise_norm
+from mxnorm_pass.recognise.moves import source_of
+from mxnorm_pass.recognise.norm import NormSpec, find_norm
 from mxnorm_pass.recognise.paths import module_path
+from mxnorm_pass.recognise.tensor_scale import tensor_scaling
 
 
 @dataclass
 class Site:
     """One norm and one distinct cast of it, however many linears read them.
 
-    ``weights`` is the list of weight casts that a gain can be folded into, None where it cannot.
+    Attributes:
+        weights: weight casts that a gain can be folded into, None where it cannot.
+        tensor_scale: NVFP4's per-tensor scale, a 0-d node; None for other formats.
+        maxima: nodes ``max(|y|)`` over the whole tensor that per-tensor scales are computed from.
     """
 
     norm: NormSpec
     cast: Cast
     k: int
     path: str
-    casts: list[tuple[CastSite, Consumers]] = field(default_factory=list)
+    tensor_scale: Node | None = None
+    maxima: list[Node] = field(default_factory=list)
+    readers: list[Reader] = field(default_factory=list)
     weights: list[WeightCast] | None = field(default_factory=list)
+
+    def add(self, found: _Recognised) -> None:
+        """One more cast of the same function of the same norm."""
+        self.readers.append(found.reader)
+        self.maxima.extend(m for m in found.maxima if m not in self.maxima)
+        if found.weights is None or self.weights is None:
+            self.weights = None
+            return
+        known = {w.site.anchor for w in self.weights}
+        self.weights.extend(w for w in found.weights if w.site.anchor not in known)
 
     @property
     def consumers(self) -> list[str]:
         """Module paths of the matmuls that read the cast."""
-        found = (module_path(m) for _, read in self.casts for m in read.matmuls)
+        found = (module_path(m) for reader in self.readers for m in reader.read.matmuls)
         return list(dict.fromkeys(found))
 
     @property
     def also_read_by(self) -> list[str]:
         """Module paths of forward matmuls that read the norm's output without this cast."""
-        mine = {m for _, read in self.casts for m in read.matmuls}
-        source = self.casts[0][0].source
-        through = frozenset(n for site, _ in self.casts for n in (site.absmax, *site.region))
-        found = readers((source,), skip=through)
+        mine = {m for reader in self.readers for m in reader.read.matmuls}
+        sources = tuple(dict.fromkeys(reader.source for reader in self.readers))
+        through = frozenset(n for reader in self.readers for n in reader.cast.inside)
+        found = readers(sources, skip=through)
         return list(
             dict.fromkeys(
                 module_path(m) for m in found.matmuls if m not in mine and not aten.is_backward(m)
             )
         )
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One cast of a norm's output: who reads it, and the nodes that pick rows in front of it."""
+
+    cast: CastSite
+    read: Consumers
+    moves: tuple[Node, ...] = ()
+
+    @property
+    def source(self) -> Node:
+        """The norm's output, before rows are picked."""
+        return source_of(self.moves[0]) if self.moves else self.cast.source
+
+
+@dataclass(frozen=True)
+class _Recognised:
+    """What was found around one cast."""
+
+    k: int
+    norm: NormSpec
+    spec: CastSpec
+    reader: Reader
+    scaling: object
+    """Identifies the per-tensor scale."""
+    maxima: list[Node]
+    weights: list[WeightCast] | None
 
 
 @dataclass
@@ -75,6 +114,9 @@ class Declined:
     consumers: list[str]
     reason: str
     detail: str
+    node: str = ""
+    computed: str = ""
+    expected: str = ""
 
 
 @dataclass
@@ -92,11 +134,11 @@ def find_sites(graph: Graph, config: MXNormConfig) -> Found:
     found = Found()
     groups: dict[tuple[object, ...], Site] = {}
     blocks: dict[Node, int] = {}
-    for absmax in block_maxima(graph):
+    for anchor in anchors(graph):
         # Casts of gradients reach forward roots too: the tag tells them apart.
-        if aten.is_backward(absmax):
+        if aten.is_backward(anchor):
             continue
-        site = cast_site(absmax)
+        site = cast_site(anchor)
         if site is None:
             continue
         try:
@@ -104,54 +146,77 @@ def find_sites(graph: Graph, config: MXNormConfig) -> Found:
             if result is None:
                 found.plain_casts += 1
                 continue
-            k, norm, spec, read, weights = result
-            if blocks.setdefault(norm.shifted, spec.cast.block_size) != spec.cast.block_size:
+            norm, cast = result.norm, result.spec.cast
+            if blocks.setdefault(norm.shifted, cast.block_size) != cast.block_size:
                 raise Decline(
                     "block_size_conflict",
-                    f"block {spec.cast.block_size} here, {blocks[norm.shifted]} before",
-                    site.absmax,
+                    f"block {cast.block_size} here, {blocks[norm.shifted]} before",
+                    site.anchor,
                 )
         except Decline as decline:
-            _decline(found, site, decline.reason, decline.detail)
+            _decline(found, site, decline)
             continue
         except Exception:
             if config.strict:
                 raise
-            _decline(found, site, "internal_error", traceback.format_exc())
+            _decline(found, site, Decline("internal_error", traceback.format_exc()))
             continue
-        key = (norm.shifted, norm.gain, norm.norm_dtype, norm.out_dtype, spec.cast)
+        key = (norm.shifted, norm.gain, norm.norm_dtype, norm.out_dtype, cast, result.scaling)
         group = groups.get(key)
         if group is None:
-            group = groups[key] = Site(norm, spec.cast, k, module_path(norm.mean))
+            group = groups[key] = Site(
+                norm, cast, result.k, module_path(norm.mean), result.spec.tensor_scale
+            )
             found.sites.append(group)
-        group.casts.append((site, read))
-        if weights is None or group.weights is None:
-            group.weights = None
-        else:
-            known = {w.site.absmax for w in group.weights}
-            group.weights.extend(w for w in weights if w.site.absmax not in known)
+        group.add(result)
+    for node in graph.nodes:
+        _note_unknown_cast(found, node)
     return found
 
 
-def _recognise(
-    site: CastSite, config: MXNormConfig
-) -> tuple[int, NormSpec, CastSpec, Consumers, list[WeightCast] | None] | None:
+def _note_unknown_cast(found: Found, node: Node) -> None:
+    """A norm that feeds an op which looks like a cast and is not known: said, not passed over."""
+    values = None if aten.is_backward(node) else opaque.unknown_cast(node)
+    size = () if values is None else aten.shape(values)
+    if values is None or not size or not isinstance(size[-1], int):
+        return
+    try:
+        if find_norm(values, size[-1]) is None:
+            return
+    except Decline:
+        return
+    reason = "rotated" if opaque.rotates(node) else "opaque_cast"
+    found.declined.append(
+        Declined(module_path(values), [], reason, f"{node.target} (at {node.name})", node.name)
+    )
+
+
+def _recognise(site: CastSite, config: MXNormConfig) -> _Recognised | None:
     source = site.source
     if source.op == "placeholder":
         if not _is_activation(site):
             return None
         raise Decline("graph_input", "norm and cast are in different graphs", source)
     width = aten.shape(source)[-1] if aten.shape(source) else 0
-    norm = recognise_norm(source, width if isinstance(width, int) else 0)
-    if norm is None:
+    found = find_norm(source, width if isinstance(width, int) else 0)
+    if found is None:
         return None
+    norm, moves = found
     k = check_rows(site)
     path = module_path(norm.mean)
     if not _selected(path, config):
         raise Decline("excluded", f"{path} is left out by include/exclude")
     spec = recognise_cast(site)
     read = consumers(site)
-    return k, norm, spec, read, foldable_weights(site, read, k)
+    scaling, maxima = tensor_scaling(site, spec)
+    if moves and (maxima or spec.cast.layout != "plain"):
+        raise Decline(
+            "reordered",
+            "the per-tensor scale, or the layout of the scales, is that of the rows picked",
+            moves[0],
+        )
+    reader = Reader(site, read, moves)
+    return _Recognised(k, norm, spec, reader, scaling, maxima, foldable_weights(site, read, k))
 
 
 def _is_activation(site: CastSite) -> bool:
@@ -162,7 +227,7 @@ def _is_activation(site: CastSite) -> bool:
         return False
     for matmul in read.matmuls:
         lhs = matmul.args[1 if matmul.target is aten.aten.addmm.default else 0]
-        if isinstance(lhs, Node) and any(m in (site.absmax, *site.codes) for m in _upstream(lhs)):
+        if isinstance(lhs, Node) and any(m in (site.anchor, *site.codes) for m in _upstream(lhs)):
             return True
     return False
 
@@ -185,13 +250,23 @@ def _selected(path: str, config: MXNormConfig) -> bool:
     return hit(config.include) and not hit(config.exclude)
 
 
-def _decline(found: Found, site: CastSite, reason: str, detail: str) -> None:
+def _decline(found: Found, site: CastSite, why: Decline) -> None:
     """Note a site that stays; casts of one norm with one reason make one entry."""
     read = readers(site.codes) if site.codes else Consumers((), ())
     names = list(dict.fromkeys(module_path(m) for m in read.matmuls))
     path = module_path(site.source)
     for known in found.declined:
-        if (known.path, known.reason) == (path, reason) and path:
+        if (known.path, known.reason) == (path, why.reason) and path:
             known.consumers.extend(n for n in names if n not in known.consumers)
             return
-    found.declined.append(Declined(path, names, reason, detail))
+    found.declined.append(
+        Declined(
+            path,
+            names,
+            why.reason,
+            why.detail,
+            node="" if why.node is None else why.node.name,
+            computed=why.computed,
+            expected=why.expected,
+        )
+    )

@@ -14,7 +14,7 @@ from mxnorm_pass.report.text import render
 if TYPE_CHECKING:
     from mxnorm_pass.recognise.sites import Declined
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class RewriteError(RuntimeError):
@@ -32,7 +32,10 @@ class SiteReport:
         consumers: module paths of the linears that read the cast.
         status: ``rewritten`` or ``declined``.
         reason: a key of :data:`mxnorm_pass.reasons.REASONS`; None when rewritten.
-        detail: what was found instead, with the node's name.
+        detail: what was found instead.
+        node: name of the graph node where it was found.
+        computed: for a near miss, what that node computes, with a value that shows it.
+        expected: what it would have to compute.
         spec: eps, gain kind and where it is applied, block size, element, scale rule, layout,
         kernel.
         also_read_by: linears that read the norm's output without an MX cast.
@@ -45,11 +48,23 @@ class SiteReport:
     detail: str = ""
     spec: dict[str, Any] = field(default_factory=dict)
     also_read_by: list[str] = field(default_factory=list)
+    node: str = ""
+    computed: str = ""
+    expected: str = ""
 
     @classmethod
     def declined(cls, declined: Declined) -> SiteReport:
         """From what recognition found."""
-        return cls(declined.path, declined.consumers, "declined", declined.reason, declined.detail)
+        return cls(
+            declined.path,
+            declined.consumers,
+            "declined",
+            declined.reason,
+            declined.detail,
+            node=declined.node,
+            computed=declined.computed,
+            expected=declined.expected,
+        )
 
 
 @dataclass

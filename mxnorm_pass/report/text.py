@@ -36,6 +36,9 @@ def render(report: Report) -> str:
     for site in sites:
         if site.status == "declined":
             lines += _wrap(f"{site.norm or '?'}: {site.reason}: {_brief(site.detail)}")
+            if site.computed:
+                lines += _wrap(f"  computed: {site.computed}")
+                lines += _wrap(f"  expected: {site.expected}")
         elif site.also_read_by:
             readers = ", ".join(site.also_read_by)
             lines += _wrap(f"{site.norm}: also read, unquantised, by {readers}")

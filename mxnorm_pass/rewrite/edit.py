@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from mxnorm_pass.compat import FakeTensor, FakeTensorMode
+from mxnorm_pass.compat import FakeTensor, FakeTensorMode, is_contiguous_or_false
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten
 
@@ -48,12 +48,13 @@ class Edit:
         like: Node,
         after: Node,
         name: str | None = None,
+        kwargs: dict[str, Any] | None = None,
     ) -> Node:
         """A new call, with its fake value computed and the other metadata taken from ``like``."""
         # Placeholders stay together at the top, as AOTAutograd's partitioner expects.
         spot = self._last_placeholder if after.op == "placeholder" else after
         with self.graph.inserting_after(spot):
-            node = self.graph.create_node("call_function", target, args, name=name)
+            node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         self._undo.append(lambda: self.graph.erase_node(node))
         node.meta = {key: like.meta[key] for key in _INHERITED if key in like.meta}
         self._infer(node)
@@ -100,7 +101,8 @@ class Edit:
         erased: set[Node] = set()
         while stack:
             node = stack.pop()
-            if node in erased or node.op in ("placeholder", "output"):
+            # Sites of one norm let go of the same nodes: another edit may have been here before.
+            if node in erased or node._erased or node.op in ("placeholder", "output"):
                 continue
             # Export-style graphs assert the dtype of intermediates: impure, and pointless once
             # their subject has no other reader.
@@ -123,6 +125,18 @@ class Edit:
         node.meta.pop("tensor_meta", None)
 
 
+class Chain:
+    """Calls one behind the other, starting behind ``after``; metadata comes from ``like``."""
+
+    def __init__(self, edit: Edit, *, like: Node, after: Node) -> None:
+        self._edit, self._like, self._last = edit, like, after
+
+    def __call__(self, target: Any, *args: Any) -> Node:
+        """The next call."""
+        self._last = self._edit.call(target, args, like=self._like, after=self._last)
+        return self._last
+
+
 def _fake_mode(graph: Graph) -> FakeTensorMode:
     for node in graph.nodes:
         val = node.meta.get("val")
@@ -136,9 +150,32 @@ def view(edit: Edit, source: Node, like: Node, sizes_from: Node, *, after: Node)
 
     One symbolic size is written -1. Several are read off ``sizes_from``, a tensor that stays alive.
     """
-    size = aten.shape(like)
+    return _view_as(edit, source, aten.shape(like), like, sizes_from, after)
+
+
+def view_last(edit: Edit, source: Node, like: Node, sizes_from: Node, *, after: Node) -> Node:
+    """``source`` in the shape of ``like`` but for the last axis, which it keeps."""
+    size = (*aten.shape(like)[:-1], aten.shape(source)[-1])
+    return _view_as(edit, source, size, like, sizes_from, after)
+
+
+def _view_as(
+    edit: Edit,
+    source: Node,
+    size: tuple[int | torch.SymInt, ...],
+    like: Node,
+    sizes_from: Node,
+    after: Node,
+) -> Node:
     if aten.same_shape(aten.shape(source), size):
         return source
+    if not is_contiguous_or_false(source.meta["val"]):
+        # Picked rows may lie in another order than they are counted in.
+        kwargs = {"memory_format": torch.contiguous_format}
+        source = edit.call(
+            torch.ops.aten.clone.default, (source,), like=source, after=after, kwargs=kwargs
+        )
+        after = source
     symbolic = [s for s in size if not isinstance(s, int)]
     target: list[Any] = list(size)
     for i, s in enumerate(size):

@@ -21,24 +21,24 @@ _aten = torch.ops.aten
 def fold_gain(edit: Edit, cast: WeightCast, gain: Node) -> None:
     """Multiply ``gain`` [K] into the weight [N, K] in float32, before the cast reads it."""
     site = cast.site
-    like = site.absmax
+    like = site.anchor
     weight = cast.weight
     wide = _float32(edit, weight, like)
     product = edit.call(
-        _aten.mul.Tensor, (wide, _float32(edit, gain, like)), like=like, after=site.absmax
+        _aten.mul.Tensor, (wide, _float32(edit, gain, like)), like=like, after=site.anchor
     )
     # The views between weight and cast may have other readers (the backward): the cast gets its
     # own.
     copies: dict[Node, Node] = {weight: product}
     for node in reversed(site.chain):
         copies[node] = edit.clone(node, copies[node.all_input_nodes[0]], after=product)
-    magnitudes = site.absmax.all_input_nodes[0]
+    magnitudes = site.anchor.all_input_nodes[0]
     inside = body(site)
     readers = {magnitudes, *inside}
     for old, new in copies.items():
         edit.replace(old, new, [u for u in old.users if u in readers])
     # What was computed in the weight's dtype is float32 now, up to where the cast widened it.
-    edit.refresh([magnitudes, site.absmax, *_in_order(inside)])
+    edit.refresh([magnitudes, site.anchor, *_in_order(inside)])
 
 
 def _float32(edit: Edit, node: Node, like: Node) -> Node:

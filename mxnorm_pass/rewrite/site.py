@@ -9,11 +9,15 @@ import torch
 from torch.fx import Node
 
 from mxnorm_pass.config import MXNormConfig
-from mxnorm_pass.ops import OP
+from mxnorm_pass.formats import E8M0_BIAS, E8M0_NAN
+from mxnorm_pass.ops import ABSMAX_OP, OP
 from mxnorm_pass.ops.rmsnorm_mxquant import rounding_name
 from mxnorm_pass.recognise import Site, aten
-from mxnorm_pass.rewrite.edit import Edit, view
+from mxnorm_pass.recognise.coding import POWERS
+from mxnorm_pass.recognise.norm import NormSpec
+from mxnorm_pass.rewrite.edit import Chain, Edit, view
 from mxnorm_pass.rewrite.fold import fold_gain
+from mxnorm_pass.rewrite.moves import replay
 from mxnorm_pass.theory import correction as gaussian_correction
 
 _aten = torch.ops.aten
@@ -54,9 +58,17 @@ def rewrite_site(
         gain = norm.gain
         if len(aten.shape(gain)) != 1:
             gain = edit.call(_aten.view.default, (gain, [site.k]), like=root, after=gain)
+    normed = (norm.x, gain, norm.eps_node)
+    how = (norm.eps, rms, constant, rounding)
+    if site.maxima:
+        # The scale of every block depends on the largest value of all: one pass ahead.
+        block = site.cast.block_size
+        peak = edit.call(ABSMAX_OP, (*normed, *how, block), like=root, after=after)
+        for old in site.maxima:
+            edit.replace(old, _converted(edit, peak, old))
     op = edit.call(
         OP,
-        (norm.x, gain, norm.eps_node, norm.eps, rms, constant, rounding, str(site.cast)),
+        (*normed, site.tensor_scale, *how, str(site.cast)),
         like=root,
         after=after,
         name="rmsnorm_mxquant",
@@ -66,18 +78,47 @@ def rewrite_site(
         for i, name in enumerate(("qdata", "scale", "rstd"))
     )
 
-    for cast, _ in site.casts:
-        for old, new in ((n, qdata) for n in cast.codes):
-            edit.replace(old, view(edit, new, old, norm.x, after=new))
-        for old, new in ((n, scale) for n in cast.bytes):
-            edit.replace(old, view(edit, new, old, norm.x, after=new))
-        _release_sizes(edit, site, (cast.source, *cast.chain))
+    for reader in site.readers:
+        codes, scales = (replay(edit, reader.moves, stored, norm.x) for stored in (qdata, scale))
+        for old in reader.cast.codes:
+            edit.replace(old, view(edit, codes, old, norm.x, after=codes))
+        for old in reader.cast.scales:
+            edit.replace(old, _stored_scale(edit, scales, old, norm.x))
+        _release_sizes(edit, site, (reader.cast.source, *reader.cast.chain, *reader.moves))
     if fold:
         assert site.weights is not None and norm.gain is not None
         for weight in site.weights:
             fold_gain(edit, weight, norm.gain)
-    _cut_over(edit, root, rstd)
+    if norm.fused:
+        _replace_fused(edit, norm, rstd)
+    else:
+        _cut_over(edit, root, rstd)
     return Applied(op, gain_at, rms, constant, rounding)
+
+
+def _converted(edit: Edit, new: Node, old: Node) -> Node:
+    """``new`` in the dtype of ``old``."""
+    if aten.dtype(new) is aten.dtype(old):
+        return new
+    return edit.call(aten.CONVERT, (new, aten.dtype(old)), like=new, after=new)
+
+
+def _stored_scale(edit: Edit, scale: Node, old: Node, sizes_from: Node) -> Node:
+    """The op's scale in the shape and the form in which the graph kept it."""
+    new = view(edit, scale, old, sizes_from, after=scale)
+    stored = aten.dtype(old)
+    if aten.dtype(new) is stored:
+        return new
+    if stored is torch.float8_e8m0fnu:
+        return edit.call(aten.VIEW_DTYPE, (new, stored), like=new, after=new)
+    if stored not in POWERS:
+        return _converted(edit, new, old)
+    call = Chain(edit, like=new, after=new)
+    exponent = call(_aten.sub.Tensor, call(aten.CONVERT, new, torch.float32), E8M0_BIAS)
+    power = call(_aten.exp2.default, exponent)
+    nan = call(_aten.full_like.default, power, float("nan"))
+    power = call(_aten.where.self, call(_aten.eq.Scalar, new, E8M0_NAN), nan, power)
+    return _converted(edit, power, old)
 
 
 def _wants_fold(config: MXNormConfig, training: bool) -> bool:
@@ -117,6 +158,17 @@ def _cut_over(edit: Edit, root: Node, rstd: Node) -> None:
         square = edit.call(_aten.mul.Tensor, (rstd, rstd), like=root, after=rstd)
         again = edit.call(_aten.reciprocal.default, (square,), like=root, after=square)
         edit.replace(root, again, plain)
+
+
+def _replace_fused(edit: Edit, norm: NormSpec, rstd: Node) -> None:
+    """Both outputs of ``aten._fused_rms_norm``, the normalised one recomputed pointwise."""
+    call = Chain(edit, like=norm.mean, after=rstd)
+    y = call(_aten.mul.Tensor, call(aten.CONVERT, norm.x, torch.float32), rstd)
+    if norm.gain is not None:
+        y = call(_aten.mul.Tensor, y, norm.gain)
+    y = call(aten.CONVERT, y, norm.out_dtype)
+    for output in list(norm.mean.users):
+        edit.replace(output, y if aten.is_getitem(output, 0) else rstd)
 
 
 def _release_sizes(edit: Edit, site: Site, nodes: tuple[Node, ...]) -> None:
