@@ -8,6 +8,7 @@
 #   PYTEST_ARGS  more arguments for pytest:  make quick PYTEST_ARGS="-k theory -x"
 #   COV_MIN      least line coverage of the package, in percent      (90)
 #   DEMO_ARGS    arguments of the demo
+#   ZOO_ARGS     arguments of the zoo:  make zoo ZOO_ARGS="--only llama qwen3"
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -15,6 +16,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 COV_MIN ?= 90
 DEMO_ARGS ?=
+ZOO_ARGS ?= --write docs/zoo.md
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +33,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test quick lint format clean distclean
+.PHONY: help venv demo zoo test quick lint format clean distclean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +49,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## train a small Llama three ways and compare the losses
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+zoo: $(STAMP) ## the pass on every architecture of transformers; hours on 2 cores, resumable
+	$(TEST_ENV) $(BIN)/python benchmarks/zoo.py --jobs $(WORKERS) $(ZOO_ARGS)
 
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -1,14 +1,20 @@
 """What every test relies on."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 # Files go to test processes whole, since their tests share compiled models; the longest go first,
 # so that all processes end at about the same time.
-LONGEST = ("test_llama.py", "test_recognise.py", "test_backend.py", "test_rewrite.py")
+LONGEST = (
+    "test_zoo.py",
+    "test_llama.py",
+    "test_recognise.py",
+    "test_casts.py",
+    "test_backend.py",
+    "test_rewrite.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,8 +39,3 @@ def clean_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             torch._functorch.config.patch(enable_autograd_cache=False),
         ):
             yield
-
-
-@pytest.fixture
-def examples() -> Path:
-    return Path(__file__).parent.parent / "examples"

@@ -24,7 +24,7 @@ from torchao.prototype.mx_formats.mx_tensor import to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 from tracing import Rewritten, assert_fake_values, rewrite, trace
 
-from mxnorm_pass import MXNormConfig, reference, theory
+from mxnorm_pass import MXNormConfig, formats, reference, theory
 from mxnorm_pass.formats import Cast
 from mxnorm_pass.ops import OP
 from mxnorm_pass.ops.rmsnorm_mxquant import parse_rounding
@@ -194,3 +194,61 @@ def block_graph(x: Tensor, k: int, layers: int) -> Any:
         return x
 
     return trace(fn, x, 1 + 0.3 * rows(k, seed=1), 0.1 * rows(k, k, seed=2))
+
+
+# --- FP4 in two codes to a byte -------------------------------------------------------------------
+
+
+def fp4_codes(y: Tensor) -> tuple[Tensor, Tensor]:
+    """MXFP4 with FLOOR in this package's own arithmetic: codes ``[M, K]`` and bytes, unpacked."""
+    blocks = y.float().view(len(y), -1, 32)
+    absmax = blocks.abs().amax(-1, keepdim=True)
+    element = formats.ELEMENTS["e2m1"]
+    byte = formats.scale_byte(absmax, element, "floor")
+    scaled = formats.apply_scale(blocks, absmax, byte, "divide")
+    return formats.encode(scaled, element, "clamp").view(y.shape), byte
+
+
+def low_first(q: Tensor) -> Tensor:
+    return q[:, ::2] | (q[:, 1::2] << 4)
+
+
+PACKINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slices of rows": low_first,
+    "slices of all": lambda q: (q.view(-1)[::2] | (q.view(-1)[1::2] << 4)).view(len(q), -1),
+    "pairs": lambda q: q.view(len(q), -1, 2)[..., 0] | (q.view(len(q), -1, 2)[..., 1] << 4),
+    "sum of products": lambda q: q[:, ::2] + q[:, 1::2] * 16,
+}
+OTHER_PACKINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "high half first": lambda q: (q[:, ::2] << 4) | q[:, 1::2],
+    "halves of a row": lambda q: q[:, : K // 2] | (q[:, K // 2 :] << 4),
+    "every other pair": lambda q: q[:, 1::2] | (q[:, ::2] << 3),
+}
+
+
+def packed_graph(pack: Callable[[Tensor], Tensor]) -> tuple[Rewritten, list[Tensor]]:
+    """norm -> MXFP4 -> packed -> unpacked as torchao does, dequantised -> matmul."""
+
+    def cast(y: Tensor, outer: Tensor) -> Tensor:
+        codes, byte = fp4_codes(y)
+        values = f4_unpacked_to_f32(unpack_uint4(pack(codes))).view(len(y), -1, 32)
+        power = (byte.to(torch.int32) << 23).view(torch.float32)
+        return (values * power).view(y.shape).to(y.dtype)
+
+    return traced("llama", cast)
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_fp4_packings(name: str) -> None:
+    got, inputs = packed_graph(PACKINGS[name])
+    assert [s.status for s in got.sites] == ["rewritten"], got.report
+    assert got.sites[0].spec["format"] == "MXFP4"
+    check_exact(got, inputs, bitwise=True)
+
+
+@pytest.mark.parametrize("name", OTHER_PACKINGS)
+def test_other_packings_stay(name: str) -> None:
+    """Another order of codes is another function, however much it looks alike."""
+    got, inputs = packed_graph(OTHER_PACKINGS[name])
+    assert [(s.status, s.reason) for s in got.sites] == [("declined", "element_dtype")], got.report
+    check_exact(got, inputs, bitwise=True)

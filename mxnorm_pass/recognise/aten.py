@@ -45,32 +45,33 @@ ORDER_KEEPING = _overloads(
     "lift_fresh_copy.default",
 )
 EXPAND = _overloads("expand.default")
+PERMUTES = _overloads("permute.default", "transpose.int", "t.default")
 # Elements or rows are picked, moved, joined or repeated.
-MOVES = _overloads(
-    "slice.Tensor",
-    "select.int",
-    "narrow.default",
-    "index.Tensor",
-    "index_select.default",
-    "gather.default",
-    "split.Tensor",
-    "split_with_sizes.default",
-    "unbind.int",
-    "permute.default",
-    "transpose.int",
-    "t.default",
-    "flip.default",
-    "roll.default",
-    "cat.default",
-    "stack.default",
-    "expand.default",
-    "repeat.default",
-    "constant_pad_nd.default",
-    "as_strided.default",
-) | {prims.rev.default}
+MOVES = (
+    _overloads(
+        "slice.Tensor",
+        "select.int",
+        "narrow.default",
+        "index.Tensor",
+        "index_select.default",
+        "gather.default",
+        "split.Tensor",
+        "split_with_sizes.default",
+        "unbind.int",
+        "flip.default",
+        "roll.default",
+        "cat.default",
+        "stack.default",
+        "repeat.default",
+        "constant_pad_nd.default",
+        "as_strided.default",
+    )
+    | PERMUTES
+    | EXPAND
+    | {prims.rev.default}
+)
 # Their values end up in a padded or a preallocated tensor.
 COPIES = _overloads("copy.default", "slice_scatter.default", "select_scatter.default")
-PERMUTES = _overloads("permute.default", "transpose.int", "t.default")
 MATMULS = _overloads(
     "mm.default",
     "addmm.default",

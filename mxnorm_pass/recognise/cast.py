@@ -132,7 +132,7 @@ def cast_site(anchor: Node) -> CastSite | None:
     alone = {n for n in reached if not depends(n)}
     scales = _scale_exits(anchor, alone, needed)
     stored = (torch.float8_e8m0fnu, torch.float8_e4m3fn)
-    if not codes and not any(aten.dtype(n) in stored for n in reached):
+    if element is None and not any(aten.dtype(n) in stored for n in reached):
         return None
     return CastSite(
         anchor=anchor,

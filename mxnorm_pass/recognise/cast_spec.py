@@ -54,7 +54,7 @@ def recognise_cast(site: CastSite) -> CastSpec:
         raise Decline(
             "element_dtype",
             f"{site.element.name} codes are not packed {site.element.per_byte} to a byte",
-            site.unpacked[0],
+            site.anchor,
         )
     if not site.scales:
         raise Decline("scale_rule", "no scale is stored", site.anchor)
