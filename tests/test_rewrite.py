@@ -196,6 +196,11 @@ def test_failure_of_recognition_is_contained() -> None:
         tolerant = MXNormPass()
         tolerant(capture.before[0])
     assert {s.reason for s in tolerant.report.sites} == {"internal_error"}
+    with mock.patch.object(sites, "cast_site", side_effect=RuntimeError("on purpose")):
+        tolerant = MXNormPass()
+        tolerant(capture.before[0])
+    assert {s.reason for s in tolerant.report.sites} == {"internal_error"}
+    assert not tolerant.report.graphs[0].failure
     with mock.patch.object(sites, "anchors", side_effect=RuntimeError("on purpose")):
         tolerant = MXNormPass()
         tolerant(capture.before[0])

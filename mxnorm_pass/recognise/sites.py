@@ -138,10 +138,11 @@ def find_sites(graph: Graph, config: MXNormConfig) -> Found:
         # Casts of gradients reach forward roots too: the tag tells them apart.
         if aten.is_backward(anchor):
             continue
-        site = cast_site(anchor)
-        if site is None:
-            continue
+        site = None
         try:
+            site = cast_site(anchor)
+            if site is None:
+                continue
             result = _recognise(site, config)
             if result is None:
                 found.plain_casts += 1
@@ -154,12 +155,19 @@ def find_sites(graph: Graph, config: MXNormConfig) -> Found:
                     site.anchor,
                 )
         except Decline as decline:
+            assert site is not None
             _decline(found, site, decline)
             continue
         except Exception:
             if config.strict:
                 raise
-            _decline(found, site, Decline("internal_error", traceback.format_exc()))
+            failed = Decline("internal_error", traceback.format_exc())
+            if site is not None:
+                _decline(found, site, failed)
+            else:
+                found.declined.append(
+                    Declined(module_path(anchor), [], failed.reason, failed.detail, anchor.name)
+                )
             continue
         key = (norm.shifted, norm.gain, norm.norm_dtype, norm.out_dtype, cast, result.scaling)
         group = groups.get(key)
