@@ -15,8 +15,9 @@ _HEAD = """# The zoo
 
 `benchmarks/zoo.py` builds a tiny model of every architecture of transformers {transformers} (one
 per model type) whose source speaks of an RMSNorm, quantises it, and compares what the pass does
-with what an oracle sees that reads no graph. This file is its output ({where}, torchao {torchao}):
-`python benchmarks/zoo.py --jobs 2 --write docs/zoo.md`, or `make zoo`.
+with what an oracle sees that reads no graph. This file is its output ({where},
+torchao {torchao}); `make zoo`, or `python benchmarks/zoo.py --jobs 2 --write docs/zoo.md`, makes it
+again, on a GPU with `MXNORM_ZOO_DEVICE=cuda`.
 
 ## How
 
@@ -96,6 +97,8 @@ def totals(normed: list[str], by: dict[tuple[str, str], Result]) -> str:
     ]
     for kind in KINDS:
         rows = [r for n in normed if (r := by.get((n, kind))) and "error" not in r]
+        if not rows:
+            continue
         counts = [
             sum(len(r[key]) for r in rows)
             for key in ("pairs", "rewritten", "declined", "missed", "false")
