@@ -104,14 +104,23 @@ class MXNormPass(CustomGraphPass):
                 continue
             result.sites.append(_rewritten_site(site, applied))
             edits.append(edit)
-        # Sites may share a norm: nothing is erased before all are rewritten.
-        for edit in edits:
-            edit.finish()
         for declined in found.declined:
             result.sites.append(SiteReport.declined(declined))
         if edits:
-            # A gain computed after its norm, or a size read off a later node, comes after the op.
-            stable_topological_sort(graph)
+            try:
+                # A gain computed after its norm, or a size read off a later node, comes after the
+                # op.
+                stable_topological_sort(graph)
+            except Exception:
+                # Nothing is erased yet: take all back, and put the nodes where they were.
+                for edit in reversed(edits):
+                    edit.rollback()
+                stable_topological_sort(graph)
+                result.sites.clear()
+                raise
+        # Sites may share a norm: nothing is erased before all are rewritten.
+        for edit in edits:
+            edit.finish()
         if self.config.strict:
             graph.lint()
 

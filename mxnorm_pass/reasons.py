@@ -31,7 +31,7 @@ REASONS: dict[str, tuple[str, str]] = {
         "remove the graph break between norm and linear (fullgraph=True names it)",
     ),
     "reordered": (
-        "elements are moved within rows, or rows are joined, between norm and cast",
+        "elements are moved within rows or overwritten, or rows are joined, between norm and cast",
         "normalise what is left after it, or cast before it; picking whole rows is fine",
     ),
     "collective_between": (
@@ -58,6 +58,10 @@ REASONS: dict[str, tuple[str, str]] = {
     "row_mismatch": (
         "the cast's rows are not the norm's rows",
         "normalise and quantise the same last axis",
+    ),
+    "cast_form": (
+        "the norm's values are stored narrow by no absmax over blocks of 16 to 128 in a row",
+        "take torch.amax(torch.abs(blocks), -1) over the last axis of blocks of a row",
     ),
     "element_dtype": (
         "what the cast stores is none of the elements e4m3, e5m2, e2m3, e3m2, e2m1 (packed)",

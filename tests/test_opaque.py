@@ -22,6 +22,7 @@ CAST = Cast("e4m3", 32, "floor", "divide", "clamp")
 
 _LIB = torch.library.Library("opaque_test", "DEF")
 _LIB.define("to_mx(Tensor x, int block) -> (Tensor, Tensor)")
+_LIB.define("to_mx_transposed(Tensor x) -> (Tensor, Tensor)")
 _LIB.define("rht_quantize(Tensor x) -> (Tensor, Tensor)")
 _LIB.define("rms_norm(Tensor x, Tensor gain) -> Tensor")
 _LIB.define("attention(Tensor x) -> Tensor")
@@ -37,7 +38,18 @@ def _to_mx_fake(x: Tensor, block: int = 32) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.float8_e4m3fn), scale
 
 
+def _transposed(x: Tensor) -> tuple[Tensor, Tensor]:
+    qdata, scale = reference.quantize(x, CAST)
+    return qdata, scale.t().contiguous()
+
+
+def _transposed_fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty((x.shape[-1] // 32, x.shape[0]), dtype=torch.uint8)
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), scale
+
+
 for _name, _real, _fake in (
+    ("to_mx_transposed", _transposed, _transposed_fake),
     ("to_mx", _to_mx, _to_mx_fake),
     ("rht_quantize", _to_mx, _to_mx_fake),
     ("rms_norm", lambda x, gain: llama_form(x, gain, 1e-6), lambda x, gain: torch.empty_like(x)),
@@ -59,6 +71,7 @@ INPUTS = (rows(64, 128), 1 + 0.3 * rows(128, seed=1), rows(32, 128, seed=2))
 def graph(cast: Callable[[Tensor], tuple[Tensor, Tensor]]) -> GraphModule:
     def fn(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
         q, s = cast(llama_form(x, g, 1e-6))
+        s = s if s.shape[0] == len(x) else s.t()
         power = torch.exp2(s.float() - 127).repeat_interleave(32, -1)
         return (q.float() * power).bfloat16() @ w.t()
 
@@ -120,7 +133,37 @@ def test_opaque_norm(producer: Any, reasons: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("wrong", ["e4m3/b16/floor/divide/clamp/plain", "transposed"])
+def test_outputs_of_another_size(wrong: str) -> None:
+    """What an op is registered as has to fit what it returns."""
+    if wrong == "transposed":
+        register_cast_op(OPS.to_mx_transposed.default, CAST)
+        got = rewrite(graph(lambda y: OPS.to_mx_transposed(y)))
+    else:
+        register_cast_op(OPS.to_mx.default, wrong)
+        got = rewrite(graph(lambda y: OPS.to_mx(y, 32)))
+    assert [(s.status, s.reason) for s in got.sites] == [("declined", "opaque_cast")]
+    assert "is registered as" in got.sites[0].detail and got.sites[0].expected
+
+
+def broken(node: Any) -> CastOp | None:
+    raise RuntimeError("on purpose")
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("how", [broken, lambda node: "e4m3"])
+def test_broken_describer(how: Any) -> None:
+    """The op counts as unknown; nothing else suffers."""
+    register_cast_op(OPS.to_mx.default, how)
+    got = rewrite(graph(lambda y: OPS.to_mx(y, 32)))
+    assert [(s.status, s.reason) for s in got.sites] == [("declined", "opaque_cast")]
+
+
+@pytest.mark.usefixtures("registry")
 def test_registration_errors() -> None:
+    for nonsense in (None, 3):
+        with pytest.raises(TypeError, match="no Cast, no text of one, and no function"):
+            register_cast_op(OPS.to_mx.default, nonsense)
     with pytest.raises(TypeError, match=r"no operator overload such as torch\.ops"):
         register_cast_op(OPS.to_mx, CAST)
     with pytest.raises(ValueError, match="element 'e9m9' is not one of e4m3, e5m2"):

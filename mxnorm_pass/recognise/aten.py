@@ -70,6 +70,20 @@ MOVES = (
     | EXPAND
     | {prims.rev.default}
 )
+MAXIMA = _overloads(
+    "amax.default", "amin.default", "max.dim", "max.default", "topk.default", "sort.default"
+)
+# Elements are overwritten, or looked up by what another tensor holds.
+SCATTERS = _overloads(
+    "index_put.default",
+    "scatter.src",
+    "scatter.value",
+    "scatter_add.default",
+    "index_add.default",
+    "embedding.default",
+    "unfold.default",
+    "take.default",
+)
 # Their values end up in a padded or a preallocated tensor.
 COPIES = _overloads("copy.default", "slice_scatter.default", "select_scatter.default")
 MATMULS = _overloads(
@@ -86,9 +100,7 @@ MATMULS = _overloads(
     "_scaled_grouped_mm_v2.default",
 )
 # Pure functions of their arguments' elements that carry no pointwise tag.
-UNTAGGED_POINTWISE = _overloads(
-    "view.dtype", "_to_copy.default", "__and__.Scalar", "__or__.Scalar", "index_put.default"
-)
+UNTAGGED_POINTWISE = _overloads("view.dtype", "_to_copy.default", "__and__.Scalar", "__or__.Scalar")
 INDEX_DTYPES = (torch.int64, torch.int32)
 FILLS = _overloads("full.default", "scalar_tensor.default", "full_like.default")
 CONVERT = prims.convert_element_type.default
@@ -106,10 +118,29 @@ def is_pointwise(node: Node) -> bool:
     """A deterministic function, element by element, of its tensor arguments."""
     if not is_call(node):
         return False
+    if node.target is aten.index_put.default:
+        return _is_masked_fill(node)
     if node.target in UNTAGGED_POINTWISE or emulate.knows(node):
         return True
     tags = node_tags(node.target)
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _is_masked_fill(node: Node) -> bool:
+    """``index_put`` of one number where a mask of the tensor's own shape is set."""
+    values, indices, new = node.args[:3]
+    if len(node.args) > 3 and node.args[3]:
+        return False
+    if not isinstance(indices, (list, tuple)) or len(indices) != 1:
+        return False
+    mask = indices[0]
+    if not isinstance(mask, Node) or not isinstance(values, Node) or not isinstance(new, Node):
+        return False
+    return (
+        dtype(mask) is torch.bool
+        and same_shape(shape(mask), shape(values))
+        and all(isinstance(s, int) and s == 1 for s in shape(new))
+    )
 
 
 def keeps_order(node: Node) -> bool:

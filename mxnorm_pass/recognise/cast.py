@@ -79,6 +79,7 @@ def _is_block_max(node: Node) -> bool:
     size = aten.shape(reduction.all_input_nodes[0])
     return (
         bool(size)
+        and isinstance(size[-1], int)
         and size[-1] in BLOCK_SIZES
         and aten.reduces_last_axis(reduction)
         and _magnitudes(node) is not None

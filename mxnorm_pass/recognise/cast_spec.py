@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from mxnorm_pass.formats import Cast, Element
+from mxnorm_pass.formats import ELEMENTS, Cast, Element, swizzled_size
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten
 from mxnorm_pass.recognise.cast import CastSite
 from mxnorm_pass.recognise.coding import INTEGERS, POWERS, Function, Miss, coding, scale_rule
 from mxnorm_pass.recognise.lift import LiftError
+from mxnorm_pass.recognise.opaque import CastOp
 
 _SCALE_DTYPES = (*INTEGERS, *POWERS, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
@@ -47,6 +49,7 @@ def recognise_cast(site: CastSite) -> CastSpec:
             raise Decline(
                 "scale_escapes", "codes or scales of the op are read by nobody", site.anchor
             )
+        _check_outputs(site, site.known)
         return CastSpec(site.known.cast, wide=False, tensor_scale=site.known.tensor_scale)
     if site.element is None or any(aten.dtype(n) is not site.element.dtype for n in site.codes):
         raise Decline("element_dtype", "stored in no known element dtype", site.anchor)
@@ -75,6 +78,30 @@ def recognise_cast(site: CastSite) -> CastSpec:
         infinite=rule.infinite,
     )
     return CastSpec(cast, wide_rule and wide_coding, site.operands.tensor_scale)
+
+
+def _check_outputs(site: CastSite, known: CastOp) -> None:
+    """An opaque op's outputs have the sizes that its description says."""
+    cast, size = known.cast, aten.shape(site.source)
+    k = size[-1]
+    if not isinstance(k, int) or not all(isinstance(s, int) for s in size):
+        return
+    rows = math.prod(size[:-1])
+    blocks = k // cast.block_size
+    codes = rows * k // ELEMENTS[cast.element].per_byte
+    scales = rows * blocks if cast.layout == "plain" else swizzled_size(rows, blocks)
+    for node, expected in ((site.codes[0], codes), (site.scales[0], scales)):
+        given = aten.shape(node)
+        is_scale = node is site.scales[0]
+        in_rows = blocks in (given[-1], given[-2] if given[-1] == 1 else 0)
+        if math.prod(given) != expected or (is_scale and cast.layout == "plain" and not in_rows):
+            raise Decline(
+                "opaque_cast",
+                f"{site.anchor.target} is registered as {cast}, and returns {list(given)}",
+                node,
+                computed=f"{list(given)}",
+                expected=f"{expected} elements, {blocks} scales a row",
+            )
 
 
 def _rule(site: CastSite, element: Element, node: Node) -> Any:

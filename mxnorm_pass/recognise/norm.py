@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +105,7 @@ def find_norm(source: Node, k: int) -> tuple[NormSpec, tuple[Node, ...]] | None:
         producer = fused_norm.producer(source)
         if opaque.is_opaque_norm(producer):
             raise Decline("opaque_norm", f"{producer.target}", producer)
+        _behind_scatter(source)
         return None
     first, origin = blocked
     size = aten.shape(origin)
@@ -116,6 +117,49 @@ def find_norm(source: Node, k: int) -> tuple[NormSpec, tuple[Node, ...]] | None:
     if norm is not None:
         raise moves.moved(first, origin)
     return None
+
+
+def norm_behind(node: Node, known: Collection[Node]) -> Node | None:
+    """The mean of squares that a stored value comes from by pointwise ops, moves and maxima, past
+    no node that is ``known`` to belong to a cast.
+    """
+    seen = {node, *known}
+    queue = [node]
+    for top in queue:
+        if top.target in _MEANS and aten.reduces_last_axis(top):
+            try:
+                _squared(top)
+            except Decline:
+                continue
+            return top
+        passes = aten.is_pointwise(top) or aten.keeps_order(top) or aten.moves(top)
+        if not (passes or top.target in aten.MAXIMA):
+            continue
+        fresh = [n for n in top.all_input_nodes if n not in seen and len(queue) < MAX_PIECE]
+        seen.update(fresh)
+        queue.extend(fresh)
+    return None
+
+
+def _behind_scatter(source: Node) -> None:
+    """Declines where a norm's output is overwritten, or looked up, in front of the cast."""
+    seen = {source}
+    queue = [source]
+    blocking: Node | None = None
+    for node in queue:
+        if node.target in _MEANS and blocking is not None:
+            try:
+                _squared(node)
+            except Decline:
+                continue
+            raise Decline("reordered", f"{blocking.target} between norm and cast", blocking)
+        if node.target in aten.SCATTERS and not aten.is_pointwise(node):
+            blocking = blocking or node
+        elif not (aten.is_pointwise(node) or aten.keeps_order(node) or aten.moves(node)):
+            continue
+        fresh = [n for n in node.all_input_nodes if n not in seen and len(seen) < MAX_PIECE]
+        seen.update(fresh)
+        queue.extend(fresh)
 
 
 def _fused(call: Node, y: Node, k: int) -> NormSpec:
@@ -185,10 +229,24 @@ def _norm_at(statistic: Node, x: Node, y: Node, k: int) -> NormSpec:
         raise Decline(reason, str(error), error.node) from error
     if x not in piece.leaves or statistic not in piece.leaves:
         raise Decline("norm_form", "the row is not scaled by its own mean square", y)
-    shifted, eps, eps_node = _shift(statistic, k)
-    gain = _gain(piece, eps_node, k)
     divisor = k if statistic.target is aten.aten.sum.dim_IntList else 1
-    norm_dtype = rounding(Norm(piece, x, statistic, gain, eps, eps_node, y, divisor))
+    missed: Decline | None = None
+    # Others may add to the mean as well (a loss, a norm with another eps): the one that y is made
+    # from.
+    mine = _between(y, {x, statistic})
+    for shift in _shifts(statistic, k, mine):
+        shifted, eps, eps_node = shift
+        try:
+            gain = _gain(piece, eps_node, k)
+            norm_dtype = rounding(Norm(piece, x, statistic, gain, eps, eps_node, y, divisor))
+            break
+        except Decline as decline:
+            missed = missed or decline
+    else:
+        assert missed is not None
+        raise missed
+    if gain is not None and _depends_on(gain, shifted):
+        raise Decline("extra_operand", "the gain is computed from the norm's own output", gain)
     out_dtype = aten.dtype(y)
     assert out_dtype is not None
     return NormSpec(
@@ -249,11 +307,38 @@ def _check_not_centred(x: Node) -> None:
             )
 
 
-def _shift(statistic: Node, k: int) -> tuple[Node, float, Node | None]:
-    """``mean + eps``: the node, the constant, and the 0-d tensor if eps is one."""
+def _depends_on(node: Node, ancestor: Node) -> bool:
+    seen = {node}
+    stack = [node]
+    while stack:
+        top = stack.pop()
+        if top is ancestor:
+            return True
+        fresh = [n for n in top.all_input_nodes if n not in seen]
+        seen.update(fresh)
+        stack.extend(fresh)
+    return False
+
+
+def _between(node: Node, stops: set[Node]) -> set[Node]:
+    """What ``node`` is computed from, up to the stops."""
+    seen = {node}
+    stack = [node]
+    while stack:
+        fresh = [n for n in stack.pop().all_input_nodes if n not in seen and n not in stops]
+        seen.update(fresh)
+        stack.extend(fresh)
+    return seen
+
+
+def _shifts(statistic: Node, k: int, within: set[Node]) -> list[tuple[Node, float, Node | None]]:
+    """``mean + eps``: the node, the constant, and the 0-d tensor if eps is one; without an eps,
+    the mean itself.
+    """
     mean = statistic
     if statistic.target is aten.aten.sum.dim_IntList:
-        mean = next((u for u in _forward_users(statistic) if _divides(u, k)), statistic)
+        divided = (u for u in _forward_users(statistic) if u in within and _divides(u, k))
+        mean = next(divided, statistic)
         if mean is statistic:
             raise Decline(
                 "norm_form",
@@ -262,17 +347,19 @@ def _shift(statistic: Node, k: int) -> tuple[Node, float, Node | None]:
                 computed="sum(x^2)",
                 expected=f"sum(x^2) / {k}",
             )
+    found: list[tuple[Node, float, Node | None]] = []
     for user in _forward_users(mean):
-        if user.target not in (aten.aten.add.Tensor, aten.aten.add.Scalar):
+        if user not in within or user.target not in (aten.aten.add.Tensor, aten.aten.add.Scalar):
             continue
         left, right = user.args[:2]
         other = right if isinstance(left, Node) and aten.shape(left) == aten.shape(user) else left
         if isinstance(other, (int, float)):
-            return user, float(other), None
+            found.append((user, float(other), None))
+            continue
         given = aten.tensor(other) if isinstance(other, Node) else None
         if isinstance(other, Node) and given is not None and given.dim() == 0:
-            return user, 1e-3, other
-    return mean, 0.0, None
+            found.append((user, 1e-3, other))
+    return found or [(mean, 0.0, None)]
 
 
 def _forward_users(node: Node) -> Iterator[Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ class CastOp:
         """The element of the cast."""
         return ELEMENTS[self.cast.element]
 
+
+log = logging.getLogger(__name__)
 
 Describe = Callable[[Node], CastOp | None]
 
@@ -75,6 +78,10 @@ def register_cast_op(op: Any, cast: str | Cast | Describe) -> None:
     if callable(cast):
         _REGISTERED[op] = cast
         return
+    if not isinstance(cast, (str, Cast)):
+        raise TypeError(
+            f"register_cast_op: {cast!r} is no Cast, no text of one, and no function of the call"
+        )
     spec = Cast.parse(cast) if isinstance(cast, str) else cast
 
     def describe(node: Node) -> CastOp | None:
@@ -93,7 +100,17 @@ def is_registered(node: Node) -> bool:
 def describe(node: Node) -> CastOp | None:
     """What the call does; None where it was not registered for such arguments."""
     registered = _REGISTERED.get(node.target) or _torchao(node)
-    return None if registered is None else registered(node)
+    if registered is None:
+        return None
+    try:
+        known = registered(node)
+    except Exception:
+        log.exception("describing %s failed; the call counts as unknown", node.target)
+        return None
+    if known is not None and not isinstance(known, CastOp):
+        log.error("describing %s gave %r, not a CastOp or None", node.target, known)
+        return None
+    return known
 
 
 def unknown_cast(node: Node) -> Node | None:

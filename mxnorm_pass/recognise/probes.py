@@ -51,8 +51,14 @@ def absmax(dtype: torch.dtype) -> Tensor:
     return torch.cat([_around(edges, 64), bits.view(torch.float32), torch.zeros(1), special])
 
 
-TENSOR_SCALES: tuple[float, ...] = (1.0, 2.0**-9, 0.0371, 3.3e-4)
-"""NVFP4's per-tensor scale: powers of two keep ties ties, the others round."""
+TENSOR_SCALES: tuple[float, ...] = (
+    *(1.0, 2.0**-9, 0.0371, 3.3e-4),
+    *(50.0, 1e4, 3e30, 1e-5, 1e-8, 1e-12, 1e-30),
+    *(0.0, float("inf"), float("nan")),
+)
+"""NVFP4's per-tensor scale: powers of two keep ties ties, the others round; on extremes a guard
+against division by zero shows.
+"""
 
 
 @cache

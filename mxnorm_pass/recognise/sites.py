@@ -8,10 +8,11 @@ import fnmatch
 import traceback
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Graph, Node
 
 from mxnorm_pass.config import MXNormConfig
-from mxnorm_pass.formats import Cast
+from mxnorm_pass.formats import ELEMENT_OF_DTYPE, Cast
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten, opaque
 from mxnorm_pass.recognise.cast import CastSite, anchors, cast_site, check_rows
@@ -24,7 +25,7 @@ from mxnorm_pass.recognise.consumers import (
     readers,
 )
 from mxnorm_pass.recognise.moves import source_of
-from mxnorm_pass.recognise.norm import NormSpec, find_norm
+from mxnorm_pass.recognise.norm import NormSpec, find_norm, norm_behind
 from mxnorm_pass.recognise.paths import module_path
 from mxnorm_pass.recognise.tensor_scale import tensor_scaling
 
@@ -46,6 +47,8 @@ class Site:
     tensor_scale: Node | None = None
     maxima: list[Node] = field(default_factory=list)
     readers: list[Reader] = field(default_factory=list)
+    claimed: frozenset[Node] = frozenset()
+    """Nodes of all casts of the graph, whatever became of them."""
     weights: list[WeightCast] | None = field(default_factory=list)
 
     def add(self, found: _Recognised) -> None:
@@ -69,13 +72,9 @@ class Site:
         """Module paths of forward matmuls that read the norm's output without this cast."""
         mine = {m for reader in self.readers for m in reader.read.matmuls}
         sources = tuple(dict.fromkeys(reader.source for reader in self.readers))
-        through = frozenset(n for reader in self.readers for n in reader.cast.inside)
-        found = readers(sources, skip=through)
-        return list(
-            dict.fromkeys(
-                module_path(m) for m in found.matmuls if m not in mine and not aten.is_backward(m)
-            )
-        )
+        found = readers(sources, skip=self.claimed)
+        paths = (module_path(m) for m in found.matmuls if m not in mine and not aten.is_backward(m))
+        return [path for path in dict.fromkeys(paths) if path]
 
 
 @dataclass(frozen=True)
@@ -134,6 +133,7 @@ def find_sites(graph: Graph, config: MXNormConfig) -> Found:
     found = Found()
     groups: dict[tuple[object, ...], Site] = {}
     blocks: dict[Node, int] = {}
+    claimed: set[Node] = set()
     for anchor in anchors(graph):
         # Casts of gradients reach forward roots too: the tag tells them apart.
         if aten.is_backward(anchor):
@@ -143,6 +143,7 @@ def find_sites(graph: Graph, config: MXNormConfig) -> Found:
             site = cast_site(anchor)
             if site is None:
                 continue
+            claimed |= site.inside
             result = _recognise(site, config)
             if result is None:
                 found.plain_casts += 1
@@ -177,8 +178,14 @@ def find_sites(graph: Graph, config: MXNormConfig) -> Found:
             )
             found.sites.append(group)
         group.add(result)
+    # A cast that could not be found by our own fault has no nodes to its name.
+    incomplete = any(d.reason == "internal_error" for d in found.declined)
     for node in graph.nodes:
         _note_unknown_cast(found, node)
+        if node not in claimed and not incomplete:
+            _note_unanchored_cast(found, node, claimed)
+    for group in found.sites:
+        group.claimed = frozenset(claimed)
     return found
 
 
@@ -197,6 +204,21 @@ def _note_unknown_cast(found: Found, node: Node) -> None:
     found.declined.append(
         Declined(module_path(values), [], reason, f"{node.target} (at {node.name})", node.name)
     )
+
+
+def _note_unanchored_cast(found: Found, node: Node, claimed: set[Node]) -> None:
+    """A norm's values that become E8M0 or float8 codes by no absmax of blocks in a row."""
+    if aten.is_backward(node) or aten.dtype(node) not in (torch.float8_e8m0fnu, *ELEMENT_OF_DTYPE):
+        return
+    converts = node.target is aten.CONVERT or node.target is aten.VIEW_DTYPE
+    norm = norm_behind(node, claimed) if converts else None
+    if norm is None:
+        return
+    path = module_path(norm)
+    if any((d.path, d.reason) == (path, "cast_form") for d in found.declined):
+        return
+    detail = f"{aten.dtype(node)} by no amax(abs(.)) over the last axis of blocks (at {node.name})"
+    found.declined.append(Declined(path, [], "cast_form", detail, node.name))
 
 
 def _recognise(site: CastSite, config: MXNormConfig) -> _Recognised | None:
