@@ -193,11 +193,6 @@ def shape(node: Node) -> tuple[int | SymInt, ...]:
     return () if val is None else tuple(val.shape)
 
 
-def shape_of(val: Any) -> tuple[Any, ...]:
-    """The shape of a fake value."""
-    return tuple(val.shape)
-
-
 def same_size(a: int | SymInt, b: int | SymInt) -> bool:
     """Equal for certain. Never adds a guard, as ``==`` on symbolic sizes would."""
     if isinstance(a, int) and isinstance(b, int):
@@ -220,6 +215,13 @@ def is_widening(node: Node) -> bool:
         and dtype(node) is torch.float32
         and dtype(node.all_input_nodes[0]) in (torch.bfloat16, torch.float16, torch.float32)
     )
+
+
+def origin(node: Node) -> Node:
+    """What ``node`` is reshaped or widened from: the same values in the same order."""
+    while keeps_order(node) or is_widening(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def reduces_last_axis(node: Node) -> bool:

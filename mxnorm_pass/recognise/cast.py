@@ -1,4 +1,4 @@
-"""Casts in a graph: where one starts, what it stores, and which :class:`Cast` it is."""
+"""Casts in a graph: where one starts, and what it stores."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from torch.fx import Graph, Node
 from mxnorm_pass.formats import BLOCK_SIZES, ELEMENT_OF_DTYPE, Element
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten, opaque, packing
-from mxnorm_pass.recognise.coding import (
-    Function,
-    Operands,
-    sub_byte_element,
-)
+from mxnorm_pass.recognise.coding import Function, Operands, sub_byte_element
 from mxnorm_pass.recognise.lift import MAX_PIECE, LiftError
 
 _STORED_DTYPES = (torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
@@ -70,11 +66,8 @@ def is_anchor(node: Node) -> bool:
 
 
 def _is_block_max(node: Node) -> bool:
-    if node.target is aten.aten.amax.default:
-        reduction = node
-    elif aten.is_getitem(node, 0) and node.all_input_nodes[0].target is aten.aten.max.dim:
-        reduction = node.all_input_nodes[0]
-    else:
+    reduction = _reduction(node)
+    if reduction is None:
         return False
     size = aten.shape(reduction.all_input_nodes[0])
     return (
@@ -82,31 +75,30 @@ def _is_block_max(node: Node) -> bool:
         and isinstance(size[-1], int)
         and size[-1] in BLOCK_SIZES
         and aten.reduces_last_axis(reduction)
-        and _magnitudes(node) is not None
+        and _magnitudes(reduction).target is aten.aten.abs.default
     )
 
 
-def _magnitudes(absmax: Node) -> Node | None:
-    """``abs(values)`` under a block maximum, seen through reshapes and widening."""
-    node = absmax.all_input_nodes[0]
-    if node.target is aten.aten.max.dim:
-        node = node.all_input_nodes[0]
-    while aten.keeps_order(node) or aten.is_widening(node):
-        node = node.all_input_nodes[0]
-    return node if node.target is aten.aten.abs.default else None
+def _reduction(absmax: Node) -> Node | None:
+    """The call behind a maximum: ``amax`` itself, or the ``max`` whose first output it is."""
+    if aten.is_getitem(absmax, 0) and absmax.all_input_nodes[0].target is aten.aten.max.dim:
+        return absmax.all_input_nodes[0]
+    return absmax if absmax.target is aten.aten.amax.default else None
+
+
+def _magnitudes(reduction: Node) -> Node:
+    """``abs(values)`` under the reduction of an anchor, seen through reshapes and widening."""
+    return aten.origin(reduction.all_input_nodes[0])
 
 
 def cast_site(anchor: Node) -> CastSite | None:
     """The cast around an anchor; None where nothing that could be a cast's result is stored."""
     if opaque.is_registered(anchor):
         return _opaque_site(anchor)
-    magnitudes = _magnitudes(anchor)
-    assert magnitudes is not None
-    source, chain = _back_to_source(magnitudes.all_input_nodes[0])
-    reduced = anchor.all_input_nodes[0]
-    if reduced.target is aten.aten.max.dim:
-        reduced = reduced.all_input_nodes[0]
-    block_size = aten.shape(reduced)[-1]
+    reduction = _reduction(anchor)
+    assert reduction is not None
+    source, chain = _back_to_source(_magnitudes(reduction).all_input_nodes[0])
+    block_size = aten.shape(reduction.all_input_nodes[0])[-1]
     assert isinstance(block_size, int)
     operands = Operands(anchor, frozenset({source, *chain}))
     depends = _Dependence(operands)

@@ -26,9 +26,7 @@ def producer(y: Node) -> Node:
 
 def fused_call(y: Node) -> Node | None:
     """The call whose normalised output ``y`` is, seen through reshapes and widening."""
-    node = y
-    while aten.keeps_order(node) or aten.is_widening(node):
-        node = node.all_input_nodes[0]
+    node = aten.origin(y)
     if OP is None or not aten.is_getitem(node, 0) or node.all_input_nodes[0].target is not OP:
         return None
     return node.all_input_nodes[0]

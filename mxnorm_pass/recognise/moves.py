@@ -69,7 +69,7 @@ def chunk(node: Node) -> tuple[int, int, int] | None:
         return None
     given = aten.shape(parent.all_input_nodes[0])
     axis: Any = parent.args[2] if len(parent.args) > 2 else 0
-    sizes = [aten.shape_of(v)[axis] for v in parent.meta["val"]]
+    sizes = [v.shape[axis] for v in parent.meta["val"]]
     index = node.args[1]
     if not isinstance(index, int) or not all(isinstance(s, int) for s in sizes):
         return None

@@ -233,7 +233,7 @@ def _norm_at(statistic: Node, x: Node, y: Node, k: int) -> NormSpec:
     missed: Decline | None = None
     # Others may add to the mean as well (a loss, a norm with another eps): the one that y is made
     # from.
-    mine = _between(y, {x, statistic})
+    mine = _upstream(y, {x, statistic})
     for shift in _shifts(statistic, k, mine):
         shifted, eps, eps_node = shift
         try:
@@ -245,7 +245,7 @@ def _norm_at(statistic: Node, x: Node, y: Node, k: int) -> NormSpec:
     else:
         assert missed is not None
         raise missed
-    if gain is not None and _depends_on(gain, shifted):
+    if gain is not None and shifted in _upstream(gain):
         raise Decline("extra_operand", "the gain is computed from the norm's own output", gain)
     out_dtype = aten.dtype(y)
     assert out_dtype is not None
@@ -267,9 +267,7 @@ def _squared(statistic: Node) -> Node:
     squares = statistic.all_input_nodes[0]
     if statistic.target in _VARIANCES:
         return squares
-    root = squares
-    while aten.keeps_order(root) or aten.is_widening(root):
-        root = root.all_input_nodes[0]
+    root = aten.origin(squares)
     sources = root.all_input_nodes
     if not aten.is_pointwise(root) or len(sources) != 1:
         raise Decline("norm_form", "what is averaged is no function of one row", statistic)
@@ -307,20 +305,7 @@ def _check_not_centred(x: Node) -> None:
             )
 
 
-def _depends_on(node: Node, ancestor: Node) -> bool:
-    seen = {node}
-    stack = [node]
-    while stack:
-        top = stack.pop()
-        if top is ancestor:
-            return True
-        fresh = [n for n in top.all_input_nodes if n not in seen]
-        seen.update(fresh)
-        stack.extend(fresh)
-    return False
-
-
-def _between(node: Node, stops: set[Node]) -> set[Node]:
+def _upstream(node: Node, stops: Collection[Node] = ()) -> set[Node]:
     """What ``node`` is computed from, up to the stops."""
     seen = {node}
     stack = [node]

@@ -118,7 +118,7 @@ def unknown_cast(node: Node) -> Node | None:
 
     Known by what it returns: a narrow float or packed bytes, in an op that is not ATen's.
     """
-    if not _is_foreign(node) or (node.target in _REGISTERED and describe(node) is not None):
+    if not _is_foreign(node):
         return None
     outputs = torch.utils._pytree.tree_leaves(node.meta.get("val"))
     dtypes = {o.dtype for o in outputs if isinstance(o, torch.Tensor)}

@@ -66,12 +66,7 @@ def _is_maximum(node: Node) -> bool:
 
 def _behind(maximum: Node) -> Node | None:
     """The tensor whose absolute values are reduced, before it is reshaped or widened."""
-    node = maximum.all_input_nodes[0]
-    while aten.keeps_order(node) or aten.is_widening(node):
-        node = node.all_input_nodes[0]
-    if node.target is not aten.aten.abs.default:
+    magnitudes = aten.origin(maximum.all_input_nodes[0])
+    if magnitudes.target is not aten.aten.abs.default:
         return None
-    node = node.all_input_nodes[0]
-    while aten.keeps_order(node) or aten.is_widening(node):
-        node = node.all_input_nodes[0]
-    return node
+    return aten.origin(magnitudes.all_input_nodes[0])
