@@ -1,7 +1,9 @@
-"""Inductor lowering of the op: its decomposition, inlined, so that the scheduler can fuse it.
+"""Inductor lowerings of the ops: our Triton kernel on CUDA, elsewhere the decomposition, inlined.
 
 A custom op that a pass inserts is opaque to Inductor: AOTAutograd's decompositions have run
-already. The decomposition is traced once per call site and its nodes are lowered in place.
+already. On CUDA the row kernel becomes a kernel that Inductor owns: it compiles, caches and exports
+it, and plans its buffers. On other devices the decomposition is traced once per call site and its
+nodes are lowered in place, so that the scheduler can fuse them.
 """
 
 from __future__ import annotations
@@ -17,15 +19,21 @@ from torch._inductor.lowering import fallback_handler, process_subgraph_nodes, r
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mxnorm_pass.ops import kernels
 from mxnorm_pass.ops.rmsnorm_mxquant import (
     ABSMAX_OP,
+    ADD_OP,
     OP,
+    NormOptions,
+    Options,
     absmax_decomposition,
+    add_decomposition,
     decomposition,
 )
 
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     OP: decomposition,
+    ADD_OP: add_decomposition,
     ABSMAX_OP: absmax_decomposition,
 }
 
@@ -37,11 +45,27 @@ def register() -> None:
 
 
 def _lower(op: Any, *args: Any) -> Any:
-    node = V.graph.current_node
-    device = args[0].get_device()
+    x = args[0]
+    device = x.get_device()
     if device.type == "cpu" and config.disable_cpp_codegen:
         # A graph that C++ cannot type runs on ATen calls, this op as one of them.
         return fallback_handler(op, add_to_fallback_set=False)(*args)
+    if device.type != "cuda":
+        return _decomposed(op, *args)
+    if kernels.unusable(device, V.graph.sizevars.guard_int(x.get_size()[-1])) is not None:
+        return _decomposed(op, *args)
+    # Imports Triton.
+    from mxnorm_pass.ops.kernels import inductor
+
+    if op is ABSMAX_OP:
+        return inductor.rmsnorm_absmax(x, NormOptions(*args[1:]))
+    if op is OP:
+        return inductor.rmsnorm_mxquant(x, None, Options(*args[1:]))[:3]
+    return inductor.rmsnorm_mxquant(x, args[1], Options(*args[2:]))
+
+
+def _decomposed(op: Any, *args: Any) -> Any:
+    node = V.graph.current_node
     tensors = [i for i, a in enumerate(node.args) if isinstance(a, torch.fx.Node)]
     constants: list[Any] = list(node.args)
 

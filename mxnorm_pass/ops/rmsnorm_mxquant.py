@@ -3,33 +3,76 @@
 The op returns what three users of a norm need: the quantised activation, its block scales, and the
 reciprocal root that the norm's other users (the backward among them) are recomputed from.
 
-``mxnorm::rmsnorm_absmax`` is its companion for NVFP4 with a dynamic per-tensor scale: the absmax of
-the whole normalised tensor, which the scale of every block depends on.
+``mxnorm::add_rmsnorm_mxquant`` forms the row first, as the sum of two tensors: the residual stream
+of a pre-norm transformer. It returns the sum as well, for those who read the stream.
+
+``mxnorm::rmsnorm_absmax`` is their companion for NVFP4 with a dynamic per-tensor scale: the absmax
+of the whole normalised tensor, which the scale of every block depends on.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from mxnorm_pass.formats import BLOCK_SIZES, ELEMENTS, Cast, quantize, swizzle, swizzled_size
+from mxnorm_pass.ops import kernels
+
+# In the order of NormOptions and Options below.
+_NORM = "Tensor? gain, Tensor? eps_tensor, float eps, str rms, float correction, str rounding"
+_OPTIONS = _NORM.replace("eps_tensor,", "eps_tensor, Tensor? tensor_scale,") + ", str cast"
+_CAST = "Tensor qdata, Tensor scale, Tensor rstd"
 
 _LIB = torch.library.Library("mxnorm", "DEF")
-_LIB.define(
-    "rmsnorm_mxquant(Tensor x, Tensor? gain, Tensor? eps_tensor, Tensor? tensor_scale, float eps, "
-    "str rms, float correction, str rounding, str cast) "
-    "-> (Tensor qdata, Tensor scale, Tensor rstd)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIB.define(
-    "rmsnorm_absmax(Tensor x, Tensor? gain, Tensor? eps_tensor, float eps, "
-    "str rms, float correction, str rounding, int block_size) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _schema in (
+    f"rmsnorm_mxquant(Tensor x, {_OPTIONS}) -> ({_CAST})",
+    f"add_rmsnorm_mxquant(Tensor x, Tensor residual, {_OPTIONS}) -> ({_CAST}, Tensor sum)",
+    f"rmsnorm_absmax(Tensor x, {_NORM}, int block_size) -> Tensor",
+):
+    _LIB.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 RMS_KINDS = ("p1", "p2", "exact")
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class NormOptions(NamedTuple):
+    """What ``rmsnorm_absmax`` takes behind its row, in the order of its schema."""
+
+    gain: Tensor | None
+    eps_tensor: Tensor | None
+    eps: float
+    rms: str
+    correction: float
+    rounding: str
+    block_size: int
+
+
+class Options(NamedTuple):
+    """What the two casting ops take behind their rows, in the order of their schemas."""
+
+    gain: Tensor | None
+    eps_tensor: Tensor | None
+    tensor_scale: Tensor | None
+    eps: float
+    rms: str
+    correction: float
+    rounding: str
+    cast: str
+
+    def norm(self, block_size: int) -> NormOptions:
+        """The norm's part."""
+        return NormOptions(
+            self.gain,
+            self.eps_tensor,
+            self.eps,
+            self.rms,
+            self.correction,
+            self.rounding,
+            block_size,
+        )
 
 
 def rounding_name(norm: torch.dtype, out: torch.dtype) -> str:
@@ -45,12 +88,19 @@ def parse_rounding(text: str) -> tuple[torch.dtype, torch.dtype]:
     return _DTYPES[norm], _DTYPES[out]
 
 
-def _check(
-    x: Tensor, gain: Tensor | None, eps_tensor: Tensor | None, rms: str, rounding: str, block: int
-) -> None:
-    parse_rounding(rounding)
-    if rms not in RMS_KINDS:
-        raise ValueError(f"rms {rms!r} is not one of {', '.join(RMS_KINDS)}")
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _check_dtype(name: str, x: Tensor) -> None:
+    if x.dtype not in _DTYPE_NAMES:
+        raise ValueError(f"{name} is {x.dtype}; allowed are {', '.join(map(str, _DTYPE_NAMES))}")
+
+
+def _check_norm(x: Tensor, norm: NormOptions) -> None:
+    parse_rounding(norm.rounding)
+    block, gain, eps = norm.block_size, norm.gain, norm.eps_tensor
+    if norm.rms not in RMS_KINDS:
+        raise ValueError(f"rms {norm.rms!r} is not one of {', '.join(RMS_KINDS)}")
     if block not in BLOCK_SIZES:
         raise ValueError(f"block size {block} is not one of {', '.join(map(str, BLOCK_SIZES))}")
     if x.dim() < 1 or x.shape[-1] == 0 or x.shape[-1] % block != 0:
@@ -58,39 +108,50 @@ def _check(
             f"x of shape {tuple(x.shape)}: the last axis must be a multiple of the block size "
             f"{block}"
         )
-    if x.dtype not in _DTYPE_NAMES:
-        raise ValueError(f"x is {x.dtype}; allowed are {', '.join(map(str, _DTYPE_NAMES))}")
-    if eps_tensor is not None and eps_tensor.dim() != 0:
-        raise ValueError(f"eps_tensor of shape {tuple(eps_tensor.shape)}: expected a 0-d tensor")
+    _check_dtype("x", x)
+    if eps is not None and eps.dim() != 0:
+        raise ValueError(f"eps_tensor of shape {tuple(eps.shape)}: expected a 0-d tensor")
     if gain is not None and tuple(gain.shape) != (x.shape[-1],):
         raise ValueError(f"gain of shape {tuple(gain.shape)}: expected ({x.shape[-1]},)")
 
 
-def _check_cast(cast: str, tensor_scale: Tensor | None) -> Cast:
-    spec = Cast.parse(cast)
-    if tensor_scale is None:
-        return spec
-    if spec.rule != "e4m3":
-        raise ValueError(f"tensor_scale with cast {cast!r}: only the rule 'e4m3' (NVFP4) has one")
-    if tensor_scale.dim() != 0 or tensor_scale.dtype is not torch.float32:
+def _check(x: Tensor, options: Options) -> Cast:
+    spec = Cast.parse(options.cast)
+    outer = options.tensor_scale
+    if outer is not None and spec.rule != "e4m3":
         raise ValueError(
-            f"tensor_scale {tensor_scale.dtype} of shape {tuple(tensor_scale.shape)}: "
+            f"tensor_scale with cast {options.cast!r}: only the rule 'e4m3' (NVFP4) has one"
+        )
+    if outer is not None and (outer.dim() != 0 or outer.dtype is not torch.float32):
+        raise ValueError(
+            f"tensor_scale {outer.dtype} of shape {tuple(outer.shape)}: "
             "expected a 0-d float32 tensor"
         )
+    _check_norm(x, options.norm(spec.block_size))
     return spec
 
 
-def _normalise(
-    x: Tensor,
-    gain: Tensor | None,
-    eps_tensor: Tensor | None,
-    eps: float,
-    rms: str,
-    correction: float,
-    rounding: str,
-    block: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    _check_dtype("x", x)
+    _check_dtype("residual", residual)
+    if residual.device != x.device:
+        raise ValueError(f"residual is on {residual.device}, x on {x.device}: expected one device")
+
+    def differ() -> str:
+        shapes = f"residual of shape {tuple(residual.shape)}: expected that of x, {tuple(x.shape)}"
+        return f"{shapes}; nothing is broadcast"
+
+    torch._check_value(residual.dim() == x.dim(), differ)
+    for a, b in zip(residual.shape, x.shape, strict=True):
+        torch._check_value(a == b, differ)
+
+
+# --- in aten --------------------------------------------------------------------------------------
+
+
+def _normalise(x: Tensor, norm: NormOptions) -> tuple[Tensor, Tensor, Tensor]:
     """``y`` float32 ``[..., K / block, block]``, its block absmax ``[..., K / block, 1]``, rstd."""
+    gain, eps_tensor, eps, rms, correction, rounding, block = norm
     norm_dtype, out_dtype = parse_rounding(rounding)
     lead, blocks = x.shape[:-1], x.shape[-1] // block
     x32 = x.contiguous().to(torch.float32)
@@ -119,28 +180,21 @@ def _normalise(
     return y, absmax, rstd
 
 
-def decomposition(
-    x: Tensor,
-    gain: Tensor | None,
-    eps_tensor: Tensor | None,
-    tensor_scale: Tensor | None,
-    eps: float,
-    rms: str,
-    correction: float,
-    rounding: str,
-    cast: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The op in aten, for every device without a kernel of its own.
+def decomposition(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``rmsnorm_mxquant`` in aten, for every device without a kernel of its own.
 
     No E8M0 or FP4 dtype appears inside (Inductor's C++ backend has none): those stay uint8. With
     ``rms="exact"`` and the graph's own rounding, operations and results are those of the
     norm and cast that the op replaces.
+
+    Args:
+        x: the rows.
+        options: the fields of :class:`Options`, in their order.
     """
-    spec = Cast.parse(cast)
-    y, absmax, rstd = _normalise(
-        x, gain, eps_tensor, eps, rms, correction, rounding, spec.block_size
-    )
-    qdata, scale = quantize(y, absmax, spec, tensor_scale)
+    given = Options(*options)
+    spec = Cast.parse(given.cast)
+    y, absmax, rstd = _normalise(x, given.norm(spec.block_size))
+    qdata, scale = quantize(y, absmax, spec, given.tensor_scale)
     scale = scale.squeeze(-1)
     if spec.layout == "swizzled":
         scale = swizzle(scale.reshape(-1, scale.shape[-1]))
@@ -148,50 +202,40 @@ def decomposition(
     return qdata.reshape(*x.shape[:-1], x.shape[-1] // per_byte), scale, rstd
 
 
-def absmax_decomposition(
-    x: Tensor,
-    gain: Tensor | None,
-    eps_tensor: Tensor | None,
-    eps: float,
-    rms: str,
-    correction: float,
-    rounding: str,
-    block_size: int,
-) -> Tensor:
-    """The companion op in aten."""
-    _, absmax, _ = _normalise(x, gain, eps_tensor, eps, rms, correction, rounding, block_size)
-    return absmax.amax()
+def add_decomposition(
+    x: Tensor, residual: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``add_rmsnorm_mxquant`` in aten: the sum, then :func:`decomposition` of it."""
+    total = torch.add(x, residual)
+    return *decomposition(total, *options), total
 
 
-def _kernel(
-    x: Tensor,
-    gain: Tensor | None,
-    eps_tensor: Tensor | None,
-    tensor_scale: Tensor | None,
-    eps: float,
-    rms: str,
-    correction: float,
-    rounding: str,
-    cast: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    spec = _check_cast(cast, tensor_scale)
-    _check(x, gain, eps_tensor, rms, rounding, spec.block_size)
-    return decomposition(x, gain, eps_tensor, tensor_scale, eps, rms, correction, rounding, cast)
+def absmax_decomposition(x: Tensor, *options: Any) -> Tensor:
+    """``rmsnorm_absmax`` in aten; ``options`` are the fields of :class:`NormOptions`."""
+    return _normalise(x, NormOptions(*options))[1].amax()
 
 
-def _fake(
-    x: Tensor,
-    gain: Tensor | None,
-    eps_tensor: Tensor | None,
-    tensor_scale: Tensor | None,
-    eps: float,
-    rms: str,
-    correction: float,
-    rounding: str,
-    cast: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    spec = _check_cast(cast, tensor_scale)
-    _check(x, gain, eps_tensor, rms, rounding, spec.block_size)
+def _launch(x: Tensor, residual: Tensor | None, options: Options) -> tuple[Any, Any, Any, Any]:
+    """The Triton kernel on tensors."""
+    # Imports Triton.
+    from mxnorm_pass.ops.kernels import launch
+
+    how = (parse_rounding(options.rounding), Cast.parse(options.cast), kernels.hardware(x.device))
+    return launch.rmsnorm_mxquant(x, residual, *options[:6], *how)
+
+
+# --- the ops --------------------------------------------------------------------------------------
+
+
+def _kernel(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check(x, Options(*options))
+    if kernels.unusable(x.device, x.shape[-1]) is None:
+        return _launch(x, None, Options(*options))[:3]
+    return decomposition(x, *options)
+
+
+def _fake(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    spec = _check(x, Options(*options))
     element = ELEMENTS[spec.element]
     lead, k = x.shape[:-1], x.shape[-1]
     blocks = k // spec.block_size
@@ -205,61 +249,114 @@ def _fake(
     )
 
 
-def _absmax_kernel(
-    x: Tensor,
-    gain: Tensor | None,
-    eps_tensor: Tensor | None,
-    eps: float,
-    rms: str,
-    correction: float,
-    rounding: str,
-    block_size: int,
-) -> Tensor:
-    _check(x, gain, eps_tensor, rms, rounding, block_size)
+def _add_kernel(
+    x: Tensor, residual: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_residual(x, residual)
+    _check(x, Options(*options))
+    if kernels.unusable(x.device, x.shape[-1]) is None:
+        return _launch(x, residual, Options(*options))
+    return add_decomposition(x, residual, *options)
+
+
+def _add_fake(x: Tensor, residual: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_residual(x, residual)
+    total = torch.add(x, residual)
+    return *_fake(total, *options), total
+
+
+def _absmax_kernel(x: Tensor, *options: Any) -> Tensor:
+    _check_norm(x, NormOptions(*options))
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
-    return absmax_decomposition(x, gain, eps_tensor, eps, rms, correction, rounding, block_size)
+    if kernels.unusable(x.device, x.shape[-1]) is None:
+        # Imports Triton.
+        from mxnorm_pass.ops.kernels import launch
+
+        given = NormOptions(*options)
+        how = (parse_rounding(given.rounding), given.block_size, kernels.hardware(x.device))
+        return launch.rmsnorm_absmax(x, *given[:5], *how)
+    return absmax_decomposition(x, *options)
 
 
-def _absmax_fake(
-    x: Tensor,
-    gain: Tensor | None,
-    eps_tensor: Tensor | None,
-    eps: float,
-    rms: str,
-    correction: float,
-    rounding: str,
-    block_size: int,
-) -> Tensor:
-    _check(x, gain, eps_tensor, rms, rounding, block_size)
+def _absmax_fake(x: Tensor, *options: Any) -> Tensor:
+    _check_norm(x, NormOptions(*options))
     return x.new_empty((), dtype=torch.float32)
 
 
-_LIB.impl("rmsnorm_mxquant", _kernel, "CompositeExplicitAutograd")
-_LIB.impl("rmsnorm_absmax", _absmax_kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("mxnorm::rmsnorm_mxquant", _fake, lib=_LIB)
-torch.library.register_fake("mxnorm::rmsnorm_absmax", _absmax_fake, lib=_LIB)
+for _name, _real, _meta in (
+    ("rmsnorm_mxquant", _kernel, _fake),
+    ("add_rmsnorm_mxquant", _add_kernel, _add_fake),
+    ("rmsnorm_absmax", _absmax_kernel, _absmax_fake),
+):
+    _LIB.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mxnorm::{_name}", _meta, lib=_LIB)
 
 OP = torch.ops.mxnorm.rmsnorm_mxquant.default
+ADD_OP = torch.ops.mxnorm.add_rmsnorm_mxquant.default
 ABSMAX_OP = torch.ops.mxnorm.rmsnorm_absmax.default
+OPS = (OP, ADD_OP)
+"""The ops that stand for a site; outputs 0 to 2 are the same."""
+
+
+# A number made of the options alone: compiled code holds it as a constant.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _gaussian_correction(rms: str, cast: str) -> float:
+    from mxnorm_pass.theory import correction
+
+    p = {"p1": 1, "p2": 2}.get(rms)
+    return 1.0 if p is None else correction(p, Cast.parse(cast).block_size)
+
+
+@overload
+def rmsnorm_mxquant(
+    x: Tensor,
+    gain: Tensor | None = ...,
+    *,
+    residual: None = ...,
+    eps: float = ...,
+    rms: str = ...,
+    correction: float | None = ...,
+    rounding: str = ...,
+    cast: str = ...,
+    tensor_scale: Tensor | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def rmsnorm_mxquant(
+    x: Tensor,
+    gain: Tensor | None = ...,
+    *,
+    residual: Tensor,
+    eps: float = ...,
+    rms: str = ...,
+    correction: float | None = ...,
+    rounding: str = ...,
+    cast: str = ...,
+    tensor_scale: Tensor | None = ...,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
 
 def rmsnorm_mxquant(
     x: Tensor,
     gain: Tensor | None = None,
     *,
+    residual: Tensor | None = None,
     eps: float = 1e-6,
     rms: str = "p2",
     correction: float | None = None,
     rounding: str = "f32->f32",
     cast: str = "e4m3/b32/rceil_log2/reciprocal/clamp/plain",
     tensor_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """RMSNorm (estimated or exact) and microscaling cast of ``x`` along its last axis.
 
     Args:
         x: ``[..., K]`` bfloat16 or float32, any strides; K a multiple of the block size.
         gain: ``[K]`` or None, multiplied into the normalised row before the cast; any float dtype.
+        residual: bfloat16 or float32 in the shape of ``x``, or None. The rows are then those of
+            ``x + residual``, rounded to the dtype that torch gives the sum.
         eps: added to the mean square, inside the root.
         rms: ``p1`` or ``p2``: root estimated as ``correction`` times the power mean of the block
             absmax (arXiv 2603.13180); ``exact``: the true mean square.
@@ -274,17 +371,15 @@ def rmsnorm_mxquant(
         ``qdata`` ``[..., K]`` in the element dtype (FP6: one uint8 code each; FP4: uint8
         ``[..., K / 2]``, the first of two codes in the low half), ``scale`` ``[..., K /
         block_size]`` (uint8 biased E8M0; float8_e4m3fn for NVFP4; flat and padded in the swizzled
-        layout), ``rstd`` float32 ``[..., 1]``.
+        layout), ``rstd`` float32 ``[..., 1]``; with a ``residual`` also the sum.
 
     Raises:
         ValueError: for a shape, dtype or name that is not allowed, naming those that are.
     """
     if correction is None:
-        from mxnorm_pass.theory import correction as gaussian_correction
-
-        p = {"p1": 1, "p2": 2}.get(rms)
-        correction = 1.0 if p is None else gaussian_correction(p, Cast.parse(cast).block_size)
-    result: tuple[Tensor, Tensor, Tensor] = OP(
-        x, gain, None, tensor_scale, eps, rms, correction, rounding, cast
+        correction = _gaussian_correction(rms, cast)
+    options = Options(gain, None, tensor_scale, eps, rms, correction, rounding, cast)
+    result: tuple[Tensor, ...] = (
+        OP(x, *options) if residual is None else ADD_OP(x, residual, *options)
     )
     return result
