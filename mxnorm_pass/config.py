@@ -43,7 +43,11 @@ class MXNormConfig:
         sites.
         strict: raise on an internal failure instead of leaving the site alone; check the graph
         after.
-        tensor_scale: NVFP4's per-tensor scale, ``dynamic`` or ``bound``.
+        tensor_scale: NVFP4's per-tensor scale, where the graph measures it: ``dynamic`` takes the
+            maximum in a pass ahead of the op; ``bound`` puts a number there that no row can exceed,
+            which needs no pass, lets the op take in the residual add, and keeps a NaN in its own
+            row. Block scales lose range, not precision: see
+            :func:`mxnorm_pass.theory.computed_bound`.
         dump_dir: folder for the graph before and after, and the report, per graph.
         inner: ``inductor`` generates code; ``eager`` runs the same graphs without code generation.
 

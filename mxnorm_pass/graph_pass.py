@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from mxnorm_pass.compat import CustomGraphPass, stable_topological_sort, unset_fake_temporarily
 from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.ops import kernels
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import Found, Site, aten, find_sites, opaque
 from mxnorm_pass.report import GraphReport, Report, RewriteError, SiteReport
-from mxnorm_pass.rewrite import Applied, Edit, rewrite_site
+from mxnorm_pass.rewrite import Applied, Edit, absorb, residual_sum, rewrite_site
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ class MXNormPass(CustomGraphPass):
     def _rewrite(self, graph: Graph, found: Found, result: GraphReport, training: bool) -> None:
         result.plain_casts = found.plain_casts
         calibration = self.config.calibration()
-        edits = []
+        edits: list[Edit] = []
+        ops: list[tuple[Node, SiteReport]] = []
         for site in found.sites:
             edit = Edit(graph)
             try:
@@ -103,7 +105,11 @@ class MXNormPass(CustomGraphPass):
                 result.sites.append(_declined_site(site, why))
                 continue
             result.sites.append(_rewritten_site(site, applied))
+            ops.append((applied.op, result.sites[-1]))
             edits.append(edit)
+        # What an op depends on is known when all are there.
+        for op, entry in ops:
+            entry.spec["residual"] = self._absorb(graph, op, edits)
         for declined in found.declined:
             result.sites.append(SiteReport.declined(declined))
         if edits:
@@ -123,6 +129,25 @@ class MXNormPass(CustomGraphPass):
             edit.finish()
         if self.config.strict:
             graph.lint()
+
+    def _absorb(self, graph: Graph, op: Node, edits: list[Edit]) -> bool:
+        """Take the residual add in front of ``op`` in; on failure the site stays without."""
+        edit = None
+        try:
+            total = residual_sum(op)
+            if total is None:
+                return False
+            edit = Edit(graph)
+            absorb(edit, op, total)
+        except Exception:
+            if edit is not None:
+                edit.rollback()
+            if self.config.strict:
+                raise
+            log.exception("the row of %s stays its operand", op.name)
+            return False
+        edits.append(edit)
+        return True
 
     @staticmethod
     def require(result: GraphReport, required: int | None) -> None:
@@ -171,7 +196,8 @@ class MXNormPass(CustomGraphPass):
         }
         digest.update(repr(sorted(relevant.items())).encode())
         digest.update(repr(sorted(self.config.calibration().items())).encode())
-        digest.update(repr((list(earlier), disabled(), opaque.identity())).encode())
+        around = (list(earlier), disabled(), opaque.identity(), kernels.chosen())
+        digest.update(repr(around).encode())
         return digest.hexdigest()
 
 
@@ -213,6 +239,7 @@ def _spec(site: Site) -> dict[str, Any]:
 
 
 def _rewritten_site(site: Site, applied: Applied) -> SiteReport:
+    why = kernels.unusable(site.norm.x.meta["val"].device, site.k)
     return SiteReport(
         norm=site.path,
         consumers=site.consumers,
@@ -223,7 +250,9 @@ def _rewritten_site(site: Site, applied: Applied) -> SiteReport:
             "rms": applied.rms,
             "correction": applied.correction,
             "rounding": applied.rounding,
-            "kernel": "aten",
+            "kernel": "triton" if why is None else "aten",
+            "kernel_reason": why,
+            "tensor_scale": applied.tensor_scale,
         },
         also_read_by=site.also_read_by,
     )

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "DISTRIBUTIONS",
+    "computed_bound",
     "correction",
     "error_sd",
     "inverse_correction",
@@ -390,3 +391,35 @@ def output_bound(p: float, block_size: int, k_blocks: int, dist: str = "gaussian
     c = correction(p, block_size, dist)
     _check_count("k_blocks", k_blocks)
     return math.pow(k_blocks, 1.0 / p) / c
+
+
+def computed_bound(rms: str, c: float, k: int, block_size: int, *, bf16: int = 0) -> float:
+    """Greatest ``|x_i * rstd|`` before the gain, roundings included; NVFP4's static maximum.
+
+    Derived, with ``K_b = k / block_size`` blocks::
+
+        p1, p2:   |x_i| <= m_k <= rms_hat * K_b^(1/p) / c        (see `output_bound`)
+        exact:    |x_i| <= rms * k^(1/2)
+
+    and an eps inside the root only lowers ``x_i / rms``. Two factors cover the arithmetic:
+    ``1 + 2^-8``, half a unit in the last place, for each rounding to bfloat16, and ``1 + 2^-16``
+    for float32: 256 roundings, where the sum over the blocks, the root and the product make some
+    20.
+
+    Two things lie outside: rows of such small values that their squares are subnormal in float32
+    (below 1e-19, and only with an eps of zero), and NaN or Inf.
+
+    Args:
+        rms: ``p1``, ``p2`` or ``exact``, as in the op.
+        c: the constant of the estimate, whatever it was fitted to; ignored by ``exact``.
+        k: elements per row.
+        block_size: elements per block.
+        bf16: how many times the value is rounded to bfloat16 before it is cast.
+    """
+    _check_count("k", k)
+    _check_count("block_size", block_size)
+    blocks = k / block_size
+    bounds = {"p1": blocks / c, "p2": math.sqrt(blocks) / c, "exact": math.sqrt(k)}
+    if rms not in bounds:
+        raise ValueError(f"rms must be one of {', '.join(bounds)}; got {rms!r}")
+    return bounds[rms] * (1.0 + 2.0**-16) * (1.0 + 2.0**-8) ** bf16

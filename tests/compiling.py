@@ -13,6 +13,7 @@ from torch.fx import Graph
 
 from mxnorm_pass import MXNormConfig, MXNormPass, Report
 from mxnorm_pass.backend import MXNormBackend
+from mxnorm_pass.ops import OPS
 
 
 @dataclass
@@ -119,6 +120,11 @@ def graphs(
 
 def calls(graph: Graph, target: Any) -> list[Any]:
     return list(graph.find_nodes(op="call_function", target=target))
+
+
+def ops(graph: Graph) -> list[Any]:
+    """What stands for the rewritten sites, with and without the residual add."""
+    return [node for target in OPS for node in calls(graph, target)]
 
 
 def listing(graph: Graph) -> str:

@@ -296,6 +296,14 @@ def test_pass_and_backend_pickle_and_deepcopy() -> None:
     assert pickle.loads(pickle.dumps(theirs)).uuid() == theirs.uuid()
 
 
+def test_uuid_covers_the_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = MXNormPass().uuid()
+    monkeypatch.setenv("MXNORM_KERNEL", "aten")
+    assert MXNormPass().uuid() != known
+    monkeypatch.setenv("MXNORM_KERNEL", "triton")
+    assert MXNormPass().uuid() == known
+
+
 def test_uuid_covers_options_calibration_and_earlier_passes(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"p": 2, "sites": {"norm": 0.4}}))

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from compiling import Capture, Run, calls, graphs, run
+from compiling import Capture, Run, calls, graphs, ops, run
 from models import (
     HAS_WEIGHT_WRAPPER,
     llama,
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from mxnorm_pass import MXNormConfig, explain, reference
-from mxnorm_pass.ops import OP
+from mxnorm_pass.ops import ADD_OP
 from mxnorm_pass.testing import assert_rewrites
 
 pytestmark = pytest.mark.slow
@@ -83,6 +83,15 @@ def means(graph: Graph) -> list[Node]:
     ]
 
 
+def sums(graph: Graph) -> list[Node]:
+    """Additions to the residual stream."""
+    return [
+        n
+        for n in calls(graph, aten.add.Tensor)
+        if n.meta["val"].shape == (1, 32, HIDDEN) and n.meta["partitioner_tag"] != "is_backward"
+    ]
+
+
 def test_training_rewrites_four_norms() -> None:
     """Four ops; the row means of those norms are gone, the final norm's is the one that is left."""
     capture = training_graphs()
@@ -92,7 +101,10 @@ def test_training_rewrites_four_norms() -> None:
     assert {s.spec["gain_at"] for s in report.sites} == {"fold"}
     before, after = capture.before[0], capture.after[0]
     assert len(means(before)) == 5 and len(means(after)) == 1
-    assert len(calls(after, OP)) == 4
+    assert len(ops(after)) == 4 and len(calls(after, ADD_OP)) == 3
+    assert [s.spec["residual"] for s in report.sites] == [False, True, True, True]
+    # Of the four sums of the stream, the one in front of the final norm is left.
+    assert [len(sums(g)) for g in (before, after)] == [4, 1]
     assert len(calls(after, aten.rsqrt.default)) == 1
     # q, k, v and gate, up each cast the same tensor again: five casts less the two that are left.
     assert len(calls(before, aten.amax.default)) - len(calls(after, aten.amax.default)) == 10
@@ -102,7 +114,7 @@ def test_inference_rewrites_the_same_four() -> None:
     capture = graphs(inference_model(), input_ids=tokens(), training=False)
     assert {s.norm: s.consumers for s in capture.report.sites} == SITES
     assert {s.spec["gain_at"] for s in capture.report.sites} == {"kernel"}
-    assert len(calls(capture.after[0], OP)) == 4
+    assert len(ops(capture.after[0])) == 4 and len(calls(capture.after[0], ADD_OP)) == 3
     assert len(means(capture.after[0])) == 1
 
 
@@ -191,6 +203,8 @@ def test_eight_layers() -> None:
     model = quantize_inference_(llama(layers=8, hidden=128), skip=("lm_head",))
     report = assert_rewrites(model, {"input_ids": tokens(1, 32)}, 16, training=False)
     assert report.sites[-1].norm == "model.layers.7.post_attention_layernorm"
+    # The first norm reads the embedding.
+    assert [s.spec["residual"] for s in report.sites] == [False, *[True] * 15]
 
 
 def test_bytes_under_exact_against_eager_float32() -> None:

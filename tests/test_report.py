@@ -29,6 +29,9 @@ SPEC = {
     "correction": 1.0,
     "rounding": "bf16->bf16",
     "kernel": "aten",
+    "kernel_reason": "no kernel for cpu",
+    "tensor_scale": "none",
+    "residual": True,
 }
 paths = st.lists(st.text("abc_0123", min_size=1, max_size=30), max_size=6).map(".".join)
 sites = st.builds(
@@ -67,18 +70,19 @@ def test_json_is_written_and_foreign_json_refused(tmp_path: Path) -> None:
     report.to_json(tmp_path / "report.json")
     assert Report.from_json((tmp_path / "report.json").read_text()) == report
     for text in ("[]", '{"schema": 0}'):
-        with pytest.raises(ValueError, match="schema 2"):
+        with pytest.raises(ValueError, match="schema 3"):
             Report.from_json(text)
 
 
 def test_table_of_a_layer() -> None:
     q, k = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+    spec = {**SPEC, "scale_rule": "rceil_log2"}
     report = Report(
         [
             GraphReport(
                 True,
                 [
-                    SiteReport("model.layers.0.input_layernorm", [q, k], "rewritten", spec=SPEC),
+                    SiteReport("model.layers.0.input_layernorm", [q, k], "rewritten", spec=spec),
                     SiteReport("model.layers.1.norm", [], "declined", "centred", "a row mean"),
                 ],
             )
@@ -89,7 +93,7 @@ def test_table_of_a_layer() -> None:
     assert lines[1] == "norms under model.layers:"
     assert re.match(
         r"0\.input_layernorm +self_attn\.\{q,k\}_proj +rewritten +"
-        r"e4m3/32 rceil_exact exact 1\+w kernel",
+        r"e4m3/32 rceil exact 1\+w kernel \+add",
         lines[4],
     )
     assert re.match(r"1\.norm +\? +declined: centred", lines[5])

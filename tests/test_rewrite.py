@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from compiling import calls, graphs, listing, run
+from compiling import calls, graphs, listing, ops, run
 from models import inference_block, llama, rows, tokens, training_block, wrap_training_
 from numerics import assert_same_bytes, sqnr
 from torch import Tensor, nn
@@ -288,7 +288,7 @@ def test_checkpointed_llama_recomputes_bitwise() -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     capture = graphs(model, input_ids=ids)
-    tagged = [n for n in calls(capture.after[0], OP) if n.meta.get("recompute") is not None]
+    tagged = [n for n in ops(capture.after[0]) if n.meta.get("recompute") is not None]
     assert len(tagged) == 2
     checkpointed = run(model, input_ids=ids)
     assert checkpointed.report.rewritten == 2

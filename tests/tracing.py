@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import default_partition
-from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.decomposition import decompositions, select_decomp_table
+from torch._inductor.lowering import lowerings
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from mxnorm_pass import MXNormConfig, MXNormPass, reference
@@ -162,7 +163,16 @@ def rewrite(gm: GraphModule, config: MXNormConfig | None = None) -> Rewritten:
     count = len(after.nodes)
     again = MXNormPass(config).apply(after)
     assert again.rewritten == 0 and len(after.nodes) == count, "the pass is not idempotent"
+    assert_lowered(gm.graph, after)
     return Rewritten(gm.graph, after, gm, result)
+
+
+def assert_lowered(before: Graph, after: Graph) -> None:
+    """Inductor can compile what the pass put in: ops of decompositions are gone when it runs."""
+    known = {node.name for node in before.nodes}
+    for node in after.nodes:
+        if node.op == "call_function" and node.name not in known:
+            assert node.target in lowerings or node.target not in decompositions, node.target
 
 
 def assert_fake_values(graph: Graph) -> None:

@@ -14,7 +14,7 @@ from mxnorm_pass.report.text import render
 if TYPE_CHECKING:
     from mxnorm_pass.recognise.sites import Declined
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 class RewriteError(RuntimeError):
@@ -37,7 +37,7 @@ class SiteReport:
         computed: for a near miss, what that node computes, with a value that shows it.
         expected: what it would have to compute.
         spec: eps, gain kind and where it is applied, block size, element, scale rule, layout,
-        kernel.
+            kernel, per-tensor scale; ``residual``: the op forms the row as the sum of two tensors.
         also_read_by: linears that read the norm's output without an MX cast.
     """
 

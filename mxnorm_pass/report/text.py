@@ -81,6 +81,8 @@ def _spec(site: SiteReport) -> str:
     if "rms" in spec:
         parts.append(str(spec["rms"]))
         parts.append("no gain" if spec["gain"] == "none" else f"{spec['gain']} {spec['gain_at']}")
+    if spec.get("residual"):
+        parts.append("+add")
     return " ".join(parts)
 
 
@@ -103,8 +105,8 @@ def _table(rows: list[tuple[str, str, str, str]]) -> list[str]:
     fixed = [max(len(row[i]) for row in rows) for i in (2, 3)]
     # What status and spec leave is shared by the two columns of paths.
     room = WIDTH - sum(fixed) - 6
-    norm = min(max(len(row[0]) for row in rows), max(room // 2, 12))
-    consumers = min(max(len(row[1]) for row in rows), max(room - norm, 12))
+    norm = min(max(len(row[0]) for row in rows), max(room // 2, 10))
+    consumers = min(max(len(row[1]) for row in rows), max(room - norm, 10))
     widths = [norm, consumers, *fixed]
     lines = []
     for i, row in enumerate(rows):

@@ -137,6 +137,19 @@ class Chain:
         return self._last
 
 
+def scalar(edit: Edit, value: float, dtype: torch.dtype, *, like: Node, after: Node) -> Node:
+    """A 0-d tensor on the device of ``like``. No ``full_like``: Inductor has no lowering for it,
+    since tracing has taken it apart before.
+    """
+    made = {
+        "dtype": dtype,
+        "layout": torch.strided,
+        "device": like.meta["val"].device,
+        "pin_memory": False,
+    }
+    return edit.call(torch.ops.aten.full.default, ([], value), like=like, after=after, kwargs=made)
+
+
 def _fake_mode(graph: Graph) -> FakeTensorMode:
     for node in graph.nodes:
         val = node.meta.get("val")

@@ -15,7 +15,8 @@ from mxnorm_pass.ops.rmsnorm_mxquant import rounding_name
 from mxnorm_pass.recognise import Site, aten
 from mxnorm_pass.recognise.coding import POWERS
 from mxnorm_pass.recognise.norm import NormSpec
-from mxnorm_pass.rewrite.edit import Chain, Edit, view
+from mxnorm_pass.rewrite.bound import peak_bound
+from mxnorm_pass.rewrite.edit import Chain, Edit, scalar, view
 from mxnorm_pass.rewrite.fold import fold_gain
 from mxnorm_pass.rewrite.moves import replay
 from mxnorm_pass.theory import correction as gaussian_correction
@@ -34,6 +35,8 @@ class Applied:
     """``p1``, ``p2`` or ``exact``."""
     correction: float
     rounding: str
+    tensor_scale: str
+    """NVFP4's per-tensor scale: ``static``, ``dynamic``, ``bound`` or ``none``."""
 
 
 def rewrite_site(
@@ -60,10 +63,15 @@ def rewrite_site(
             gain = edit.call(_aten.view.default, (gain, [site.k]), like=root, after=gain)
     normed = (norm.x, gain, norm.eps_node)
     how = (norm.eps, rms, constant, rounding)
+    scaling = "none" if site.tensor_scale is None else "static"
     if site.maxima:
-        # The scale of every block depends on the largest value of all: one pass ahead.
-        block = site.cast.block_size
-        peak = edit.call(ABSMAX_OP, (*normed, *how, block), like=root, after=after)
+        scaling = config.tensor_scale
+        if scaling == "bound":
+            peak = peak_bound(edit, site, gain, rms, constant, rounding)
+        else:
+            # The scale of every block depends on the largest value of all: one pass ahead.
+            block = site.cast.block_size
+            peak = edit.call(ABSMAX_OP, (*normed, *how, block), like=root, after=after)
         for old in site.maxima:
             edit.replace(old, _converted(edit, peak, old))
     op = edit.call(
@@ -93,7 +101,7 @@ def rewrite_site(
         _replace_fused(edit, norm, rstd)
     else:
         _cut_over(edit, root, rstd)
-    return Applied(op, gain_at, rms, constant, rounding)
+    return Applied(op, gain_at, rms, constant, rounding, scaling)
 
 
 def _converted(edit: Edit, new: Node, old: Node) -> Node:
@@ -116,7 +124,7 @@ def _stored_scale(edit: Edit, scale: Node, old: Node, sizes_from: Node) -> Node:
     call = Chain(edit, like=new, after=new)
     exponent = call(_aten.sub.Tensor, call(aten.CONVERT, new, torch.float32), E8M0_BIAS)
     power = call(_aten.exp2.default, exponent)
-    nan = call(_aten.full_like.default, power, float("nan"))
+    nan = scalar(edit, float("nan"), torch.float32, like=new, after=new)
     power = call(_aten.where.self, call(_aten.eq.Scalar, new, E8M0_NAN), nan, power)
     return _converted(edit, power, old)
 
