@@ -10,6 +10,7 @@ import torch
 LONGEST = (
     "test_zoo.py",
     "test_llama.py",
+    "test_kernel_rows.py",
     "test_recognise.py",
     "test_casts.py",
     "test_backend.py",

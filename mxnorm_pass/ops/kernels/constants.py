@@ -31,13 +31,13 @@ class Config:
 def row_config(k: int, block: int) -> Config:
     """Tiles and warps for rows of ``k`` elements in blocks of ``block``.
 
-    One tile where at most a seventh of it is past the row, else the largest tiles that waste no
-    more than a fifth: every tile costs the row its own handful of instructions. Tiles are powers of
-    two and at least four blocks (a swizzled row of scales is padded to four). Measured on an H200,
-    see ``docs/kernels.md``.
+    The largest tiles that reach no more than a fifth past the row, or 1024 elements: every tile
+    costs the row its own handful of instructions. Tiles are powers of two and at least four blocks
+    (a swizzled row of scales is padded to four). Measured on an H200, see ``docs/kernels.md``.
     """
+    least = max(4 * block, 1024)
     span = max(4 * block, 1 << (k - 1).bit_length())
-    while span > 4 * block and -(-k // span) * span * 5 > k * 6:
+    while span > least and -(-k // span) * span * 5 > k * 6:
         span //= 2
     warps = 1 if k <= 512 else 2 if k <= 1024 else 4 if k <= 6144 else 8 if k <= 16384 else 16
     return Config(span // block, -(-k // span), warps)

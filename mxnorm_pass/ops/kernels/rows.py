@@ -195,15 +195,14 @@ def _cast_input(
 
 @triton.jit
 def _scaled_e4m3(
-    low, high, absmax, tensor_scale_ptr, MAX: tl.constexpr, APPLY: tl.constexpr, HW: tl.constexpr
+    low, high, absmax, tensor_scale, one, MAX: tl.constexpr, APPLY: tl.constexpr, HW: tl.constexpr
 ):  # fmt: skip
-    """Pairs in units of their block's scale under NVFP4's rule, and that scale's code."""
-    tensor_scale = tl.full((), 1.0, tl.float32)
-    if tensor_scale_ptr is not None:
-        tensor_scale = tl.load(tensor_scale_ptr)
+    """Pairs in units of their block's scale under NVFP4's rule, and that scale's code.
+
+    ``one`` is the reciprocal of the per-tensor scale.
+    """
     code, wide = e4m3_scale(absmax, tensor_scale, MAX, HW)
     if APPLY == "reciprocal":
-        one = tl.div_rn(tl.full((), 1.0, tl.float32), tensor_scale)
         low, high = scaled_pairs(low, high, tl.div_rn(one, wide)[:, None], HW)
     else:
         unit = (wide * tensor_scale)[:, None]
@@ -268,6 +267,10 @@ def rmsnorm_mxquant_kernel(
     gains = _load_gain(gain_ptr, pairs, K // 2, SPAN, CHUNKS)
     rstd, peaks = _row_root(lows, highs, correction, eps, eps_ptr, RMS, K, BLOCKS, TILE, CHUNKS, HW)
     tl.store(rstd_ptr + row, rstd, mask=live)
+    tensor_scale = tl.full((), 1.0, tl.float32)
+    if tensor_scale_ptr is not None:
+        tensor_scale = tl.load(tensor_scale_ptr)
+    one = tl.div_rn(tl.full((), 1.0, tl.float32), tensor_scale)
 
     for i in tl.static_range(CHUNKS):
         here = pairs + i * SPAN
@@ -276,7 +279,7 @@ def rmsnorm_mxquant_kernel(
             NORM_BF16, OUT_BF16, HW,
         )  # fmt: skip
         if RULE == "e4m3":
-            low, high, byte = _scaled_e4m3(low, high, absmax, tensor_scale_ptr, MAX, APPLY, HW)
+            low, high, byte = _scaled_e4m3(low, high, absmax, tensor_scale, one, MAX, APPLY, HW)
         else:
             byte = e8m0_byte(absmax, RULE, MANTISSA_BITS, MAX_BITS, 1.0 / MAX, LATE, HW)
             if LEAST > 0:

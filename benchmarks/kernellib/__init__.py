@@ -1,0 +1,1 @@
+"""Parts of ``kernels.py``, ``layer.py`` and ``blackwell.py``."""
