@@ -353,56 +353,16 @@ def _convert_pairs(low, high, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.con
             is_pure=True,
             pack=4,
         )
-    elif EXPONENT_BITS == 4:
-        codes = tl.inline_asm_elementwise(
-            """{
-            .reg .b16 pair0, pair1;
-            cvt.rn.satfinite.e4m3x2.f32 pair0, $3, $1;
-            cvt.rn.satfinite.e4m3x2.f32 pair1, $4, $2;
-            mov.b32 $0, {pair0, pair1};
-            }""",
-            "=r,f,f,f,f",
-            [low, high],
-            dtype=tl.uint16,
-            is_pure=True,
-            pack=2,
-        )
-    elif EXPONENT_BITS == 5:
-        codes = tl.inline_asm_elementwise(
-            """{
-            .reg .b16 pair0, pair1;
-            cvt.rn.satfinite.e5m2x2.f32 pair0, $3, $1;
-            cvt.rn.satfinite.e5m2x2.f32 pair1, $4, $2;
-            mov.b32 $0, {pair0, pair1};
-            }""",
-            "=r,f,f,f,f",
-            [low, high],
-            dtype=tl.uint16,
-            is_pure=True,
-            pack=2,
-        )
-    elif EXPONENT_BITS == 2:
-        codes = tl.inline_asm_elementwise(
-            """{
-            .reg .b16 pair0, pair1;
-            cvt.rn.satfinite.e2m3x2.f32 pair0, $3, $1;
-            cvt.rn.satfinite.e2m3x2.f32 pair1, $4, $2;
-            mov.b32 $0, {pair0, pair1};
-            }""",
-            "=r,f,f,f,f",
-            [low, high],
-            dtype=tl.uint16,
-            is_pure=True,
-            pack=2,
-        )
     else:
+        fp6: tl.constexpr = "e2m3x2.f32" if EXPONENT_BITS == 2 else "e3m2x2.f32"
+        fp8: tl.constexpr = "e4m3x2.f32" if EXPONENT_BITS == 4 else "e5m2x2.f32"
+        cvt: tl.constexpr = "cvt.rn.satfinite." + (fp6 if EXPONENT_BITS < 4 else fp8)
         codes = tl.inline_asm_elementwise(
-            """{
-            .reg .b16 pair0, pair1;
-            cvt.rn.satfinite.e3m2x2.f32 pair0, $3, $1;
-            cvt.rn.satfinite.e3m2x2.f32 pair1, $4, $2;
-            mov.b32 $0, {pair0, pair1};
-            }""",
+            "{ .reg .b16 pair0, pair1; "
+            + cvt
+            + " pair0, $3, $1; "
+            + cvt
+            + " pair1, $4, $2; mov.b32 $0, {pair0, pair1}; }",
             "=r,f,f,f,f",
             [low, high],
             dtype=tl.uint16,
