@@ -50,6 +50,10 @@ class MXNormPass(CustomGraphPass):
         self.previous = tuple(previous)
         self.report = Report()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MXNormPass:
+        """The pass itself: AOTInductor copies its options, and this report is the user's."""
+        return self
+
     def __call__(self, graph: Graph) -> None:
         """Rewrite in place; raises :class:`RewriteError` where ``require_rewrites`` is not met."""
         for earlier in self.previous:

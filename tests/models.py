@@ -246,3 +246,42 @@ def tokens(rows: int = 1, length: int = 32, seed: int = 0) -> Tensor:
 def rows(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Gaussian rows."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class ResidualBlock(nn.Module):
+    """Pre-norm block: the sum in front of the second norm is the residual stream."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(k, eps=1e-5), nn.RMSNorm(k, eps=1e-5)
+        self.mix, self.up, self.down = nn.Linear(k, k), nn.Linear(k, 2 * k), nn.Linear(2 * k, k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(self.norm1(x))
+        return x + self.down(torch.relu(self.up(self.norm2(x))))
+
+
+class HandLinear(nn.Linear):
+    """A linear that casts its input by hand, with no E8M0 dtype (torch's C++ has none)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = x.float().unflatten(-1, (-1, 32))
+        absmax = blocks.abs().amax(-1, keepdim=True)
+        byte = ((absmax.view(torch.int32) >> 23) - 8).clamp(min=0)
+        scale = (byte << 23).view(torch.float32).clamp(min=2.0**-126)
+        codes = (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        rows = (codes.float() * scale).flatten(-2).to(x.dtype)
+        return nn.functional.linear(rows, self.weight, self.bias)
+
+
+def hand_model(k: int = 512) -> nn.Module:
+    """Two residual blocks, four norms in front of hand-written casts; float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(ResidualBlock(k), ResidualBlock(k))
+    for block in model:
+        for name in ("mix", "up"):
+            linear = getattr(block, name)
+            hand = HandLinear(linear.in_features, linear.out_features)
+            hand.load_state_dict(linear.state_dict())
+            setattr(block, name, hand)
+    return model

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import ResidualBlock, hand_model
 from numerics import assert_same_bytes, sqnr
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
@@ -23,47 +24,9 @@ pytestmark = pytest.mark.cuda
 K = 512
 
 
-class Block(nn.Module):
-    """Pre-norm residual block: the sum in front of the second norm is the residual stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(K, eps=1e-5), nn.RMSNorm(K, eps=1e-5)
-        self.mix, self.up, self.down = nn.Linear(K, K), nn.Linear(K, 2 * K), nn.Linear(2 * K, K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mix(self.norm1(x))
-        return x + self.down(torch.relu(self.up(self.norm2(x))))
-
-
-class HandLinear(nn.Linear):
-    """A linear that casts its input by hand, with no E8M0 dtype (torch's C++ has none)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        blocks = x.float().unflatten(-1, (-1, 32))
-        absmax = blocks.abs().amax(-1, keepdim=True)
-        byte = ((absmax.view(torch.int32) >> 23) - 8).clamp(min=0)
-        scale = (byte << 23).view(torch.float32).clamp(min=2.0**-126)
-        codes = (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        rows = (codes.float() * scale).flatten(-2).to(x.dtype)
-        return nn.functional.linear(rows, self.weight, self.bias)
-
-
-def hand_model() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block())
-    for block in model:
-        for name in ("mix", "up"):
-            linear = getattr(block, name)
-            hand = HandLinear(linear.in_features, linear.out_features)
-            hand.load_state_dict(linear.state_dict())
-            setattr(block, name, hand)
-    return model.bfloat16().cuda()
-
-
 def inference_model() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block()).bfloat16().cuda()
+    model = nn.Sequential(ResidualBlock(K), ResidualBlock(K)).bfloat16().cuda()
     config = MXDynamicActivationMXWeightConfig(kernel_preference=KernelPreference.EMULATED)
     quantize_(model, config, lambda m, _: isinstance(m, nn.Linear) and m.in_features == K)
     return model
@@ -124,7 +87,7 @@ def test_dynamic_rows_do_not_recompile() -> None:
 @pytest.mark.parametrize("cpp_wrapper", [False, True])
 def test_training(cpp_wrapper: bool) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block()).bfloat16().cuda()
+    model = nn.Sequential(ResidualBlock(K), ResidualBlock(K)).bfloat16().cuda()
     for block in model:
         for name in ("mix", "up", "down"):
             linear = getattr(block, name)
@@ -151,7 +114,7 @@ def test_training(cpp_wrapper: bool) -> None:
 
 
 def test_ahead_of_time(tmp_path: Path) -> None:
-    model = hand_model()
+    model = hand_model().bfloat16().cuda()
     x = rows()
     with torch.no_grad():
         expected = model(x)

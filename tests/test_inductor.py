@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from compiling import run
-from models import inference_block, rows, training_block
+from models import hand_model, inference_block, rows, training_block
 from numerics import assert_same_bytes, sqnr
 from torch._inductor.utils import run_and_get_code
 
-from mxnorm_pass import backend
+from mxnorm_pass import MXNormConfig, backend, inductor_options
 from mxnorm_pass.compat import TORCH_VERSION
 from mxnorm_pass.inner import needs_aten
 
@@ -51,6 +53,24 @@ def test_inference_on_aten_calls(caplog: pytest.LogCaptureFixture) -> None:
     assert "mxnorm.rmsnorm_mxquant" in code[0] and "cpp_fused" not in code[0]
     assert any("calls ATen instead" in r.getMessage() for r in caplog.records)
     assert_same_bytes(out[0], expected.outputs[0])
+
+
+@pytest.mark.slow
+def test_ahead_of_time(tmp_path: Path) -> None:
+    """AOTInductor, with a symbolic number of rows; it copies its options, the report stays ours."""
+    model, x = hand_model(128), torch.randn(96, 128)
+    options = inductor_options(MXNormConfig(rms="exact", require_rewrites=4))
+    with torch.no_grad():
+        rows = ({0: torch.export.Dim("rows", min=2, max=4096)},)
+        program = torch.export.export(model, (x,), dynamic_shapes=rows, strict=False)
+        package = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "model.pt2"), inductor_configs=options
+        )
+        loaded = torch._inductor.aoti_load_package(package)
+        for given in (x, torch.randn(257, 128)):
+            assert sqnr(model(given), loaded(given)) > 30
+    report = options["joint_custom_pre_pass"].report
+    assert [s.spec["residual"] for s in report.sites] == [False, True, True, True]
 
 
 def test_needs_aten_looks_at_cpu_only() -> None:
