@@ -33,7 +33,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo zoo test quick lint format clean distclean
+.PHONY: help venv demo zoo test quick gpu lint format clean distclean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ test: lint ## lint, types, all tests, coverage of the package
 
 quick: $(STAMP) ## the tests that are neither slow nor need a GPU
 	$(PYTEST) -m "not slow and not cuda" $(PYTEST_ARGS)
+
+gpu: $(STAMP) ## the tests that need a CUDA GPU
+	$(BIN)/python -m pytest -m cuda -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff and mypy, nothing is changed
 	$(BIN)/ruff check $(SOURCES)
