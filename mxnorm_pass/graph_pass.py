@@ -55,7 +55,14 @@ class MXNormPass(CustomGraphPass):
         return self
 
     def __call__(self, graph: Graph) -> None:
-        """Rewrite in place; raises :class:`RewriteError` where ``require_rewrites`` is not met."""
+        """Rewrite in place.
+
+        Raises:
+            RewriteError: where ``require_rewrites`` is not met.
+            ValueError: for a value of ``MXNORM_KERNEL`` that is not allowed.
+        """
+        # The user's to mend, so said at once: not a failure to be contained.
+        kernels.chosen()
         for earlier in self.previous:
             earlier(graph)
         result = self.apply(graph)
@@ -96,6 +103,7 @@ class MXNormPass(CustomGraphPass):
                 applied = rewrite_site(
                     edit, site, self.config, training=training, calibration=calibration
                 )
+                entry = _rewritten_site(site, applied)
             except Decline as decline:
                 edit.rollback()
                 result.sites.append(_declined_site(site, decline))
@@ -108,8 +116,8 @@ class MXNormPass(CustomGraphPass):
                 why = Decline("internal_error", traceback.format_exc())
                 result.sites.append(_declined_site(site, why))
                 continue
-            result.sites.append(_rewritten_site(site, applied))
-            ops.append((applied.op, result.sites[-1]))
+            result.sites.append(entry)
+            ops.append((applied.op, entry))
             edits.append(edit)
         # What an op depends on is known when all are there.
         for op, entry in ops:

@@ -241,3 +241,57 @@ def test_inductor_code_agrees() -> None:
         tuple(compiled(x.float(), residual.float()))[:3],
         rmsnorm_mxquant(x.float() + residual.float(), gain, correction=0.4),
     )
+
+
+def test_the_sum_is_contiguous_on_every_route() -> None:
+    """Kernel, decomposition and fake: views of the sum fit wherever it comes from."""
+    x, r = (torch.randn(2, 3, 64).transpose(0, 1) for _ in range(2))
+    options = (None, None, None, 1e-6, "p2", 0.4, "f32->f32", str(RCEIL))
+    total = ADD_OP(x, r, *options)[3]
+    assert total.is_contiguous() and torch.equal(total, x + r)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (x, r)]
+        assert ADD_OP(*fakes, *options)[3].stride() == total.stride()
+
+
+def test_no_gradient_is_lost() -> None:
+    """An error where autograd would want one; none in an autograd.Function, or without."""
+    x = torch.randn(4, 64, requires_grad=True)
+    for call in (
+        lambda: rmsnorm_mxquant(x),
+        lambda: rmsnorm_mxquant(x.detach(), residual=x),
+        lambda: torch.compile(lambda: rmsnorm_mxquant(x), backend="aot_eager")(),
+    ):
+        with pytest.raises(Exception, match=r"has no gradient: call it under torch\.no_grad"):
+            call()
+
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return rmsnorm_mxquant(x, rms="exact")[2]
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad.expand(4, 64)
+
+    Rounded.apply(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(4, 64))
+    with torch.no_grad():
+        rmsnorm_mxquant(x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gain": torch.ones(64, device="meta")}, "gain is on meta, x on cpu"),
+        ({"gain": torch.ones(64, dtype=torch.int32)}, "gain is torch.int32: expected a float"),
+        ({"gain": torch.ones(64, dtype=torch.complex64)}, "expected a float dtype"),
+        ({"eps": -1.0}, "eps -1.0: expected a number not below zero"),
+        ({"eps": float("nan")}, "eps nan"),
+        ({"correction": 0.0}, "correction 0.0: expected a number above zero"),
+        ({"cast": None}, "cast None: expected a Cast as text"),
+    ],
+)
+def test_errors_of_the_public_function(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rmsnorm_mxquant(torch.randn(4, 64), **arguments)

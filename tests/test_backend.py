@@ -304,6 +304,17 @@ def test_uuid_covers_the_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     assert MXNormPass().uuid() == known
 
 
+def test_a_kernel_that_does_not_exist_is_an_error_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block, x = inference_block("llama", widths=(64,)), rows(64, 128)
+    monkeypatch.setenv("MXNORM_KERNEL", "cutlass")
+    with pytest.raises(Exception, match="allowed are 'triton', 'aten'"):
+        run(block, x, training=False, config=MXNormConfig(require_rewrites=0))
+    monkeypatch.setenv("MXNORM_KERNEL", "")
+    assert run(block, x, training=False).report.rewritten == 1
+
+
 def test_uuid_covers_options_calibration_and_earlier_passes(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"p": 2, "sites": {"norm": 0.4}}))

@@ -66,6 +66,7 @@ class Variant:
         return Cast.parse(self.cast)
 
 
+MXFP8 = "e4m3/b32/rceil_log2/reciprocal/clamp/plain"
 VARIANTS = (
     Variant("e4m3/b32/rceil_log2/reciprocal/clamp/plain", 2048),
     Variant(
@@ -224,6 +225,23 @@ def test_occupancy() -> None:
 def test_errors_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="arch 80 is not one of 90, 100, 120"):
         compile_row_kernel(80, VARIANTS[0].cast, 2048)
+    for arguments, message in (
+        ((90, MXFP8, 100), "last axis must be a multiple of the block size 32"),
+        ((90, MXFP8, 0), "expected at least one, of 1 to 32768"),
+        (("90", MXFP8, 128), "arch '90' is not one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compile_row_kernel(*arguments)
+    for options, message in (
+        ({"rms": "p3"}, "rms 'p3' is not one of p1, p2, exact"),
+        ({"x": torch.float16}, "x is torch.float16; allowed are"),
+        ({"residual": torch.float64}, "residual is torch.float64; allowed are"),
+        ({"hw": 2}, "hw 2: allowed on arch 90 are 0 to 1"),
+        ({"tensor_scale": True}, "only the rule 'e4m3'"),
+        ({"rows": 0}, "expected at least one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compile_row_kernel(90, MXFP8, 128, **options)
     with pytest.raises(ValueError, match=r"is a int: expected a kernel of @triton\.jit"):
         compile_kernel(3, {}, {}, 90)
     monkeypatch.setitem(__import__("sys").modules, "triton", None)

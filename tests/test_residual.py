@@ -252,13 +252,19 @@ def test_a_sum_of_another_checkpointed_region_stays() -> None:
         assert_same_bytes(on.gradients[name], gradient, name)
 
 
-def test_dynamic_rows() -> None:
-    """Sizes that were read off the sum are read off the op's, and nothing is specialised."""
+@pytest.mark.parametrize("training", [False, True])
+def test_dynamic_rows(training: bool) -> None:
+    """Sizes that were read off the sum are read off the op's, and nothing is specialised.
+
+    eps becomes an input of the graph then, and torch writes ``mean + eps`` anew without any tags:
+    the op has those of the mean.
+    """
 
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.block = inference_block("llama", k=K, widths=(64,))
+            make = training_block if training else inference_block
+            self.block = make("llama", k=K, widths=(64,))
 
         def forward(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
             h = x + r
@@ -266,14 +272,19 @@ def test_dynamic_rows() -> None:
 
     model = Half()
     x, r = rows(2, M, K), rows(2, M, K, seed=1)
-    capture = graphs(model, x, r, training=False, dynamic=True, config=EXACT)
+    if training:
+        x, r = x.requires_grad_(), r.requires_grad_()
+    capture = graphs(model, x, r, training=training, dynamic=True, config=EXACT)
     (op,) = calls(capture.after[0], ADD_OP)
+    assert op.meta.get("partitioner_tag") == ("is_forward" if training else None)
     assert any(isinstance(s, torch.SymInt) for s in op.meta["val"][3].shape)
     assert_fake_values(capture.after[0])
-    on = run(model, x, r, training=False, dynamic=True, config=EXACT)
-    off = run(model, x, r, training=False, dynamic=True, off=True)
+    on = run(model, x, r, training=training, dynamic=True, config=EXACT)
+    off = run(model, x, r, training=training, dynamic=True, off=True)
     for a, b in zip(on.outputs, off.outputs, strict=True):
         assert_same_bytes(a, b)
+    for name, gradient in off.gradients.items():
+        assert_same_bytes(on.gradients[name], gradient, name)
 
 
 @pytest.mark.slow

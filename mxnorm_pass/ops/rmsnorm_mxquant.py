@@ -12,6 +12,7 @@ of the whole normalised tensor, which the scale of every block depends on.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -96,6 +97,11 @@ def _check_dtype(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} is {x.dtype}; allowed are {', '.join(map(str, _DTYPE_NAMES))}")
 
 
+def _check_device(name: str, given: Tensor | None, x: Tensor, *more: str) -> None:
+    if given is not None and given.device.type not in (x.device.type, *more):
+        raise ValueError(f"{name} is on {given.device}, x on {x.device}: expected one device")
+
+
 def _check_norm(x: Tensor, norm: NormOptions) -> None:
     parse_rounding(norm.rounding)
     block, gain, eps = norm.block_size, norm.gain, norm.eps_tensor
@@ -113,9 +119,15 @@ def _check_norm(x: Tensor, norm: NormOptions) -> None:
         raise ValueError(f"eps_tensor of shape {tuple(eps.shape)}: expected a 0-d tensor")
     if gain is not None and tuple(gain.shape) != (x.shape[-1],):
         raise ValueError(f"gain of shape {tuple(gain.shape)}: expected ({x.shape[-1]},)")
+    if gain is not None and not gain.dtype.is_floating_point:
+        raise ValueError(f"gain is {gain.dtype}: expected a float dtype")
+    _check_device("gain", gain, x)
+    # A scalar of the graph may live on the CPU.
+    _check_device("eps_tensor", eps, x, "cpu")
 
 
-def _check(x: Tensor, options: Options) -> Cast:
+def check(x: Tensor, options: Options) -> Cast:
+    """Refuse what the ops do not take; ValueError says what is allowed."""
     spec = Cast.parse(options.cast)
     outer = options.tensor_scale
     if outer is not None and spec.rule != "e4m3":
@@ -127,11 +139,13 @@ def _check(x: Tensor, options: Options) -> Cast:
             f"tensor_scale {outer.dtype} of shape {tuple(outer.shape)}: "
             "expected a 0-d float32 tensor"
         )
+    _check_device("tensor_scale", outer, x, "cpu")
     _check_norm(x, options.norm(spec.block_size))
     return spec
 
 
-def _check_residual(x: Tensor, residual: Tensor) -> None:
+def check_residual(x: Tensor, residual: Tensor) -> None:
+    """The same of a residual."""
     _check_dtype("x", x)
     _check_dtype("residual", residual)
     if residual.device != x.device:
@@ -205,8 +219,8 @@ def decomposition(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
 def add_decomposition(
     x: Tensor, residual: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``add_rmsnorm_mxquant`` in aten: the sum, then :func:`decomposition` of it."""
-    total = torch.add(x, residual)
+    """``add_rmsnorm_mxquant`` in aten: the sum, contiguous, then :func:`decomposition` of it."""
+    total = torch.add(x, residual).contiguous()
     return *decomposition(total, *options), total
 
 
@@ -228,14 +242,14 @@ def _launch(x: Tensor, residual: Tensor | None, options: Options) -> tuple[Any, 
 
 
 def _kernel(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, Options(*options))
+    check(x, Options(*options))
     if kernels.unusable(x.device, x.shape[-1]) is None:
         return _launch(x, None, Options(*options))[:3]
     return decomposition(x, *options)
 
 
 def _fake(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    spec = _check(x, Options(*options))
+    spec = check(x, Options(*options))
     element = ELEMENTS[spec.element]
     lead, k = x.shape[:-1], x.shape[-1]
     blocks = k // spec.block_size
@@ -252,16 +266,16 @@ def _fake(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _add_kernel(
     x: Tensor, residual: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_residual(x, residual)
-    _check(x, Options(*options))
+    check_residual(x, residual)
+    check(x, Options(*options))
     if kernels.unusable(x.device, x.shape[-1]) is None:
         return _launch(x, residual, Options(*options))
     return add_decomposition(x, residual, *options)
 
 
 def _add_fake(x: Tensor, residual: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_residual(x, residual)
-    total = torch.add(x, residual)
+    check_residual(x, residual)
+    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     return *_fake(total, *options), total
 
 
@@ -284,12 +298,25 @@ def _absmax_fake(x: Tensor, *options: Any) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
+def _no_gradient(name: str, *args: Any) -> Any:
+    """Refuse to lose a gradient: the pass takes autograd's own formula, and the ops have none."""
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        raise RuntimeError(
+            f"mxnorm::{name} has no gradient: call it under torch.no_grad(), or in the forward of "
+            "an autograd.Function as mxnorm_pass.reference.MXNormLinear does; compiled by the "
+            "backend 'mxnorm', a model's own norm and cast get their straight-through gradient"
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        return getattr(torch.ops.mxnorm, name).default(*args)
+
+
 for _name, _real, _meta in (
     ("rmsnorm_mxquant", _kernel, _fake),
     ("add_rmsnorm_mxquant", _add_kernel, _add_fake),
     ("rmsnorm_absmax", _absmax_kernel, _absmax_fake),
 ):
     _LIB.impl(_name, _real, "CompositeExplicitAutograd")
+    _LIB.impl(_name, partial(_no_gradient, _name), "Autograd")
     torch.library.register_fake(f"mxnorm::{_name}", _meta, lib=_LIB)
 
 OP = torch.ops.mxnorm.rmsnorm_mxquant.default
@@ -374,8 +401,16 @@ def rmsnorm_mxquant(
         layout), ``rstd`` float32 ``[..., 1]``; with a ``residual`` also the sum.
 
     Raises:
-        ValueError: for a shape, dtype or name that is not allowed, naming those that are.
+        ValueError: for a shape, dtype, device, number or name that is not allowed, naming those
+            that are.
+        RuntimeError: where an input requires a gradient: the op has none.
     """
+    if not isinstance(cast, str):
+        raise ValueError(f"cast {cast!r}: expected a Cast as text, str(cast)")
+    if not eps >= 0:
+        raise ValueError(f"eps {eps!r}: expected a number not below zero")
+    if correction is not None and not correction > 0:
+        raise ValueError(f"correction {correction!r}: expected a number above zero")
     if correction is None:
         correction = _gaussian_correction(rms, cast)
     options = Options(gain, None, tensor_scale, eps, rms, correction, rounding, cast)

@@ -16,7 +16,7 @@ from mxnorm_pass.recognise import aten
 # What a new node inherits from the node it stands for: where the user's code was, which half of the
 # joint graph it is in, and what activation checkpointing decided. Without the last three, the
 # partitioner saves what it was told to recompute.
-_INHERITED = (
+INHERITED = (
     "stack_trace",
     "nn_module_stack",
     "fwd_nn_module_stack",
@@ -56,7 +56,7 @@ class Edit:
         with self.graph.inserting_after(spot):
             node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         self._undo.append(lambda: self.graph.erase_node(node))
-        node.meta = {key: like.meta[key] for key in _INHERITED if key in like.meta}
+        node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
         self._infer(node)
         return node
 

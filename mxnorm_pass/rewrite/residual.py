@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
+from mxnorm_pass.compat import is_contiguous_or_false
 from mxnorm_pass.ops import ADD_OP, OP
 from mxnorm_pass.recognise import aten
 from mxnorm_pass.rewrite.edit import Edit
@@ -54,7 +55,12 @@ def absorb(edit: Edit, op: Node, total: Node) -> Node:
 
 
 def _is_sum(x: Node) -> bool:
-    """``a + b`` of two tensors of one shape, in the dtypes that the op takes."""
+    """``a + b`` of two tensors of one shape, in the dtypes that the op takes.
+
+    The op's sum is contiguous, and views of one that is not may not fit it.
+    """
+    if not is_contiguous_or_false(x.meta["val"]):
+        return False
     if x.target is not _aten.add.Tensor or x.kwargs.get("alpha", 1) != 1 or len(x.args) != 2:
         return False
     dtypes = []

@@ -16,7 +16,7 @@ from mxnorm_pass.recognise import Site, aten
 from mxnorm_pass.recognise.coding import POWERS
 from mxnorm_pass.recognise.norm import NormSpec
 from mxnorm_pass.rewrite.bound import peak_bound
-from mxnorm_pass.rewrite.edit import Chain, Edit, scalar, view
+from mxnorm_pass.rewrite.edit import INHERITED, Chain, Edit, scalar, view
 from mxnorm_pass.rewrite.fold import fold_gain
 from mxnorm_pass.rewrite.moves import replay
 from mxnorm_pass.theory import correction as gaussian_correction
@@ -45,6 +45,7 @@ def rewrite_site(
     """Rewrite one site; the caller rolls the edit back if this raises."""
     norm = site.norm
     root = norm.shifted
+    _tag(root, norm.mean)
     fold = norm.gain is not None and site.weights is not None and _wants_fold(config, training)
     gain_at = "none" if norm.gain is None else "fold" if fold else "kernel"
     rms = "exact" if config.rms == "exact" else f"p{config.p}"
@@ -102,6 +103,15 @@ def rewrite_site(
     else:
         _cut_over(edit, root, rstd)
     return Applied(op, gain_at, rms, constant, rounding, scaling)
+
+
+def _tag(root: Node, mean: Node) -> None:
+    """Give ``mean + eps`` what the mean says of itself: torch writes that addition anew, without
+    any metadata, where it made eps an input of the graph (dynamic shapes).
+    """
+    for key in INHERITED:
+        if key in mean.meta:
+            root.meta.setdefault(key, mean.meta[key])
 
 
 def _converted(edit: Edit, new: Node, old: Node) -> Node:

@@ -21,7 +21,7 @@ VARIABLE = "MXNORM_KERNEL"
 
 def chosen() -> str:
     """``triton`` or ``aten``, as the environment says; ValueError names what is allowed."""
-    value = os.environ.get(VARIABLE, "triton")
+    value = os.environ.get(VARIABLE) or "triton"
     if value not in ("triton", "aten"):
         raise ValueError(f"{VARIABLE}={value!r}: allowed are 'triton', 'aten'")
     return value

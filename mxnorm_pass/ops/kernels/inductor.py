@@ -150,7 +150,9 @@ def _loadable(x: ir.TensorBox) -> tuple[ir.TensorBox, tuple[Any, Any, Any]]:
     box = _buffer(x)
     layout = box.get_layout()
     rows = launch.rows_of(layout.size, layout.stride)
-    if rows is None or layout.offset % 2 != 0:
+    # Of a graph's input whose storage starts anywhere Inductor says so; its offset is not known.
+    unaligned = box.get_name() in V.graph.unaligned_buffers
+    if rows is None or unaligned or layout.offset % 2 != 0:
         box = _buffer(ir.ExternKernel.copy_input(x))
         rows = (1, 0, box.get_size()[-1])
     return box, rows

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from mxnorm_pass.formats import Cast
-from mxnorm_pass.ops.rmsnorm_mxquant import parse_rounding
+from mxnorm_pass.ops.kernels.constants import MAX_COLUMNS
+from mxnorm_pass.ops.rmsnorm_mxquant import Options, check, check_residual, parse_rounding
 
 ARCHITECTURES: dict[int, tuple[int, int]] = {90: (64, 32), 100: (64, 32), 120: (48, 24)}
 """Compute capability -> warps and blocks that a multiprocessor holds (CUDA programming guide).
@@ -213,6 +214,10 @@ def compile_row_kernel(
         tensor_scale: whether NVFP4's per-tensor scale is given.
         rows: only whether it is divisible by 16 matters.
         hw: which instructions to use; by default those that ``arch`` has, see :mod:`.convert`.
+
+    Raises:
+        ValueError: for what is never launched, naming what is allowed.
+        ImportError: without Triton.
     """
 
     def tensor(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
@@ -223,23 +228,34 @@ def compile_row_kernel(
         from mxnorm_pass.ops.kernels.rows import rmsnorm_mxquant_kernel
     except ImportError as error:
         raise ImportError("looking at kernels needs triton: pip install triton") from error
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch {arch!r} is not one of {', '.join(map(str, ARCHITECTURES))}")
+    most = 2 if arch >= 100 else 1
+    if hw is not None and hw not in range(most + 1):
+        raise ValueError(f"hw {hw!r}: allowed on arch {arch} are 0 to {most}")
+    if not (0 < k <= MAX_COLUMNS and rows > 0):
+        raise ValueError(f"rows [{rows}, {k}]: expected at least one, of 1 to {MAX_COLUMNS}")
     recorder = _Recorder(rmsnorm_mxquant_kernel)
-    given = tensor(x, rows, k)
+    given, weight = tensor(x, rows, k), tensor(gain, k)
+    added, outer = tensor(residual, rows, k), tensor(torch.float32) if tensor_scale else None
     assert given is not None
+    check(given, Options(weight, None, outer, 1e-6, rms, 0.4, rounding, cast))
+    if added is not None:
+        check_residual(given, added)
     # The launch itself says what it launches, so that nothing here can differ from it.
     with mock.patch.object(launch, "rmsnorm_mxquant_kernel", recorder):
         launch.rmsnorm_mxquant(
             given,
-            tensor(residual, rows, k),
-            tensor(gain, k),
+            added,
+            weight,
             None,
-            tensor(torch.float32) if tensor_scale else None,
+            outer,
             1e-6,
             rms,
             0.4,
             parse_rounding(rounding),
             Cast.parse(cast),
-            (2 if arch >= 100 else 1) if hw is None else hw,
+            most if hw is None else hw,
         )
     signature, constants, divisible = recorder.specialised()
     return compile_kernel(

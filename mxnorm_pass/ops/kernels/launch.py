@@ -131,7 +131,12 @@ def _gain(gain: Tensor | None) -> Tensor | None:
         return None
     gain = gain if gain.dtype in LOADED else gain.to(torch.float32)
     gain = gain.contiguous()
-    return gain.clone() if gain.storage_offset() % 2 else gain
+    return gain.clone() if _odd(gain) else gain
+
+
+def _odd(x: Tensor) -> bool:
+    """Whether a pair of elements would straddle two words."""
+    return x.data_ptr() % (2 * x.element_size()) != 0
 
 
 def _scalar(value: Tensor | None, x: Tensor) -> Tensor | None:
@@ -141,7 +146,7 @@ def _scalar(value: Tensor | None, x: Tensor) -> Tensor | None:
 
 def _loadable(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     rows = rows_of(x.shape, x.stride())
-    if rows is None or x.storage_offset() % 2:
+    if rows is None or _odd(x):
         x = x.clone(memory_format=torch.contiguous_format)
         rows = (1, 0, x.shape[-1])
     return x, rows
