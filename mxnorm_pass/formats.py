@@ -18,8 +18,9 @@ each:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -373,6 +374,17 @@ def swizzled_size(rows: int | torch.SymInt, columns: int) -> int | torch.SymInt:
     tall = (rows + SWIZZLE_ROWS - 1) // SWIZZLE_ROWS
     wide = (columns + SWIZZLE_COLUMNS - 1) // SWIZZLE_COLUMNS
     return tall * wide * SWIZZLE_ROWS * SWIZZLE_COLUMNS
+
+
+def output_shapes(
+    lead: Sequence[Any], k: int, cast: Cast
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Shapes of the codes and of the scales of rows ``[*lead, k]``; sizes may be symbolic."""
+    blocks = k // cast.block_size
+    scale: tuple[Any, ...] = (*lead, blocks)
+    if cast.layout == "swizzled":
+        scale = (swizzled_size(math.prod(lead), blocks),)
+    return (*lead, k // ELEMENTS[cast.element].per_byte), scale
 
 
 def swizzle(scale: Tensor) -> Tensor:

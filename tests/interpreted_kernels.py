@@ -90,11 +90,9 @@ def _factor_kernel(byte, absmax, out, N: tl.constexpr, APPLY: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_kernel(
-    x, tensor_scale, codes, wide, N: tl.constexpr, MAX: tl.constexpr, HW: tl.constexpr
-):
+def _e4m3_kernel(x, tensor_scale, codes, wide, N: tl.constexpr, MAX: tl.constexpr):
     i = tl.arange(0, N)
-    code, value = convert.e4m3_scale(tl.load(x + i), tl.load(tensor_scale), MAX, HW)
+    code, value = convert.e4m3_scale(tl.load(x + i), tl.load(tensor_scale), MAX)
     tl.store(codes + i, code)
     tl.store(wide + i, value)
 
@@ -150,9 +148,9 @@ def e8m0_factor(byte: Tensor, absmax: Tensor, apply: str) -> Tensor:
     return out
 
 
-def e4m3_scale(x: Tensor, tensor_scale: Tensor, hw: int) -> tuple[Tensor, Tensor]:
+def e4m3_scale(x: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
     codes, wide = torch.zeros(len(x), dtype=torch.int32), torch.zeros(len(x))
-    _e4m3_kernel[(1,)](x, tensor_scale, codes, wide, len(x), ELEMENTS["e2m1"].max, hw)
+    _e4m3_kernel[(1,)](x, tensor_scale, codes, wide, len(x), ELEMENTS["e2m1"].max)
     return codes, wide
 
 

@@ -171,10 +171,6 @@ def op(x: Tensor, gain: Tensor, cast: str = RCEIL) -> tuple[Tensor, ...]:
     return rmsnorm_mxquant(x * 2, gain, cast=cast, rounding="bf16->bf16")
 
 
-def eager(x: Tensor, gain: Tensor, cast: str = RCEIL) -> tuple[Tensor, ...]:
-    return op(x, gain, cast)
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"cpp_wrapper": True}, {"triton.cudagraphs": True}],
@@ -187,7 +183,7 @@ def test_compiled_is_eager_bit_for_bit(options: dict, cast: str) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         x = torch.randn(4, 32, 2048, device="cuda").bfloat16()
-        for a, b in zip(compiled(x, gain, cast), eager(x, gain, cast), strict=True):
+        for a, b in zip(compiled(x, gain, cast), op(x, gain, cast), strict=True):
             assert_same_bytes(a.clone(), b)
 
 
@@ -211,7 +207,7 @@ def test_dynamic_rows_do_not_recompile() -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for m, n in ((3, 7), (64, 33), (2, 1024)):
             x = torch.randn(m, n, 2048, device="cuda").bfloat16()
-            for a, b in zip(compiled(x, gain), eager(x, gain), strict=True):
+            for a, b in zip(compiled(x, gain), op(x, gain), strict=True):
                 assert_same_bytes(a, b)
 
 
@@ -219,7 +215,7 @@ def test_dynamic_rows_do_not_recompile() -> None:
 def test_no_rows(cast: str) -> None:
     gain = torch.randn(2048, device="cuda").bfloat16()
     x = torch.randn(0, 2048, device="cuda").bfloat16()
-    for f in (eager, torch.compile(op), torch.compile(op, dynamic=True)):
+    for f in (op, torch.compile(op), torch.compile(op, dynamic=True)):
         assert [t.numel() for t in f(x, gain, cast)] == [0, 0, 0]
 
 
@@ -266,7 +262,7 @@ def test_aten_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     x = torch.randn(64, 2048, device="cuda").bfloat16()
     gain = torch.randn(2048, device="cuda").bfloat16()
-    ours = eager(x, gain)
+    ours = op(x, gain)
     monkeypatch.setenv("MXNORM_KERNEL", "aten")
     got, (code,) = run_and_get_code(torch.compile(op), x, gain)
     assert "rmsnorm_mxquant_kernel" not in code
@@ -274,4 +270,4 @@ def test_aten_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(differing(got[0], ours[0]).float().mean()) < 0.1
     monkeypatch.setenv("MXNORM_KERNEL", "cutlass")
     with pytest.raises(ValueError, match="allowed are 'triton', 'aten'"):
-        eager(x, gain)
+        op(x, gain)

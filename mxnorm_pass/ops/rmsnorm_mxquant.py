@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from mxnorm_pass.formats import BLOCK_SIZES, ELEMENTS, Cast, quantize, swizzle, swizzled_size
+from mxnorm_pass.formats import BLOCK_SIZES, ELEMENTS, Cast, output_shapes, quantize, swizzle
 from mxnorm_pass.ops import kernels
 
 # In the order of NormOptions and Options below.
@@ -37,6 +37,8 @@ for _schema in (
 RMS_KINDS = ("p1", "p2", "exact")
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+ROW_DTYPES = tuple(_DTYPE_NAMES)
+"""Dtypes of the rows that the ops take."""
 
 
 class NormOptions(NamedTuple):
@@ -250,15 +252,11 @@ def _kernel(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _fake(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     spec = check(x, Options(*options))
-    element = ELEMENTS[spec.element]
-    lead, k = x.shape[:-1], x.shape[-1]
-    blocks = k // spec.block_size
-    scale_shape: tuple[int | torch.SymInt, ...] = (*lead, blocks)
-    if spec.layout == "swizzled":
-        scale_shape = (swizzled_size(x.numel() // k, blocks),)
+    *lead, k = x.shape
+    codes, scale = output_shapes(lead, k, spec)
     return (
-        x.new_empty((*lead, k // element.per_byte), dtype=element.dtype),
-        x.new_empty(scale_shape, dtype=spec.scale_dtype),
+        x.new_empty(codes, dtype=ELEMENTS[spec.element].dtype),
+        x.new_empty(scale, dtype=spec.scale_dtype),
         x.new_empty((*lead, 1), dtype=torch.float32),
     )
 

@@ -13,9 +13,10 @@ from mxnorm_pass.compat import FakeTensor, FakeTensorMode, is_contiguous_or_fals
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten
 
-# What a new node inherits from the node it stands for: where the user's code was, which half of the
-# joint graph it is in, and what activation checkpointing decided. Without the last three, the
-# partitioner saves what it was told to recompute.
+# Which half of the joint graph a node is in, and what activation checkpointing decided. Without
+# these the partitioner saves what it was told to recompute.
+TAGS = ("partitioner_tag", "recompute", "ac_graph_id")
+# What a new node inherits from the node it stands for: where the user's code was, and the tags.
 INHERITED = (
     "stack_trace",
     "nn_module_stack",
@@ -24,9 +25,7 @@ INHERITED = (
     "seq_nr",
     "fwd_source_fn_stack",
     "custom",
-    "partitioner_tag",
-    "recompute",
-    "ac_graph_id",
+    *TAGS,
 )
 
 

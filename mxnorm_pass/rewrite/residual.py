@@ -15,14 +15,11 @@ from torch.fx import Node
 
 from mxnorm_pass.compat import is_contiguous_or_false
 from mxnorm_pass.ops import ADD_OP, OP
+from mxnorm_pass.ops.rmsnorm_mxquant import ROW_DTYPES
 from mxnorm_pass.recognise import aten
-from mxnorm_pass.rewrite.edit import Edit
+from mxnorm_pass.rewrite.edit import TAGS, Edit
 
 _aten = torch.ops.aten
-_FLOATS = (torch.float32, torch.bfloat16)
-# The sum moves from where it stood into the op: both must be in one half of the joint graph, and in
-# one region of activation checkpointing under one decision on what to keep.
-_SAME = ("partitioner_tag", "recompute", "ac_graph_id")
 
 
 def residual_sum(op: Node) -> Node | None:
@@ -34,7 +31,9 @@ def residual_sum(op: Node) -> Node | None:
     x, gain, eps, tensor_scale = op.args[:4]
     if op.target is not OP or not isinstance(x, Node) or not _is_sum(x):
         return None
-    if any(x.meta.get(key) != op.meta.get(key) for key in _SAME) or aten.is_backward(x):
+    # The sum moves from where it stood into the op: both must be in one half of the joint graph,
+    # and in one region of activation checkpointing under one decision on what to keep.
+    if any(x.meta.get(key) != op.meta.get(key) for key in TAGS) or aten.is_backward(x):
         return None
     # What is computed from the sum cannot be an input of the op that forms it: a per-tensor scale
     # of the tensor's own maximum, a gain made of activations.
@@ -68,7 +67,7 @@ def _is_sum(x: Node) -> bool:
         if not isinstance(operand, Node):
             return False
         dtype = aten.dtype(operand)
-        if dtype not in _FLOATS or not aten.same_shape(aten.shape(operand), aten.shape(x)):
+        if dtype not in ROW_DTYPES or not aten.same_shape(aten.shape(operand), aten.shape(x)):
             return False
         assert dtype is not None
         dtypes.append(dtype)

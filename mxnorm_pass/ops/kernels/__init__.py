@@ -41,7 +41,7 @@ def unusable(device: torch.device, k: int) -> str | None:
         return "triton is not installed"
     if k > MAX_COLUMNS:
         return f"rows of more than {MAX_COLUMNS} elements"
-    return None if hardware(device) else "no float8 conversions below sm_90"
+    return None if hardware(device) else "no kernel for chips older than sm_90"
 
 
 def hardware(device: torch.device) -> int:

@@ -60,13 +60,18 @@ def words_of(low, high, F32: tl.constexpr):
 
 
 @triton.jit
+def store(ptrs, values, mask):
+    """``tl.store``, where the mask may be None."""
+    if mask is None:
+        tl.store(ptrs, values)
+    else:
+        tl.store(ptrs, values, mask=mask)
+
+
+@triton.jit
 def store_words(ptr, pairs, words, mask):
     """The reverse of :func:`load_words`."""
-    ptrs = ptr.to(tl.pointer_type(words.dtype)) + pairs
-    if mask is None:
-        tl.store(ptrs, words)
-    else:
-        tl.store(ptrs, words, mask=mask)
+    store(ptr.to(tl.pointer_type(words.dtype)) + pairs, words, mask)
 
 
 @triton.jit
@@ -257,7 +262,7 @@ def e8m0_factor(byte, absmax, APPLY: tl.constexpr):
 
 
 @triton.jit
-def e4m3_scale(absmax, tensor_scale, MAX: tl.constexpr, HW: tl.constexpr):
+def e4m3_scale(absmax, tensor_scale, MAX: tl.constexpr):
     """NVFP4's block scales as E4M3 codes (int32) and as float32."""
     scale = tl.div_rn(tl.div_rn(absmax, MAX), tensor_scale)
     nan = scale != scale

@@ -18,7 +18,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import empty_strided, lowerings, to_device, to_dtype
 from torch._inductor.virtualized import V
 
-from mxnorm_pass.formats import ELEMENTS, Cast
+from mxnorm_pass.formats import ELEMENTS, Cast, output_shapes
 from mxnorm_pass.ops.kernels import hardware, launch
 from mxnorm_pass.ops.kernels.constants import absmax_constants, constants, row_config
 from mxnorm_pass.ops.kernels.rows import rmsnorm_absmax_kernel, rmsnorm_mxquant_kernel
@@ -51,7 +51,7 @@ def rmsnorm_mxquant(
     if residual is not None:
         residual, r_rows = _loadable(residual)
         total = empty((*lead, k), torch.promote_types(x.get_dtype(), residual.get_dtype()))
-    shapes = launch.output_shapes(lead, k, cast)
+    shapes = output_shapes(lead, k, cast)
     qdata = empty(shapes[0], ELEMENTS[cast.element].dtype)
     scale = empty(shapes[1], cast.scale_dtype)
     rstd = empty((*lead, 1), torch.float32)
@@ -71,8 +71,8 @@ def rmsnorm_mxquant(
         rstd_ptr=rstd,
         sum_ptr=None if residual is None else total,
         rows=rows,
-        **dict(zip(("x_inner", "x_outer_stride", "x_stride"), x_rows, strict=True)),
-        **dict(zip(("r_inner", "r_outer_stride", "r_stride"), r_rows, strict=True)),
+        **_strides("x", x_rows),
+        **_strides("r", r_rows),
         eps=options.eps,
         correction=launch.factor(options.rms, options.correction),
         **constants(cast, k, options.rms, rounding, hardware(device), split=split),
@@ -96,7 +96,7 @@ def rmsnorm_absmax(x: ir.TensorBox, options: NormOptions) -> Any:
         eps_ptr=_scalar(options.eps_tensor, device),
         partial_ptr=partial,
         rows=rows,
-        **dict(zip(("x_inner", "x_outer_stride", "x_stride"), x_rows, strict=True)),
+        **_strides("x", x_rows),
         eps=options.eps,
         correction=launch.factor(options.rms, options.correction),
         **absmax_constants(
@@ -110,6 +110,12 @@ def rmsnorm_absmax(x: ir.TensorBox, options: NormOptions) -> Any:
         PROGRAMS=launch.PROGRAMS,
     )
     return lowerings[_aten.amax.default](partial, [0])
+
+
+def _strides(name: str, rows: tuple[Any, Any, Any]) -> dict[str, Any]:
+    """What ``rows_of`` says, as the kernels' arguments."""
+    names = (f"{name}_inner", f"{name}_outer_stride", f"{name}_stride")
+    return dict(zip(names, rows, strict=True))
 
 
 def _kernel_node(kernel: Any, warps: int, programs: Any, **arguments: Any) -> None:

@@ -112,6 +112,11 @@ def count_instructions(sass: str) -> Counter[str]:
     return +counts
 
 
+def _check_arch(arch: int) -> None:
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch {arch!r} is not one of {', '.join(map(str, ARCHITECTURES))}")
+
+
 def compile_kernel(
     kernel: Any,
     signature: Mapping[str, str],
@@ -144,8 +149,7 @@ def compile_kernel(
         from triton.runtime.jit import JITFunction
     except ImportError as error:
         raise ImportError("looking at kernels needs triton: pip install triton") from error
-    if arch not in ARCHITECTURES:
-        raise ValueError(f"arch {arch!r} is not one of {', '.join(map(str, ARCHITECTURES))}")
+    _check_arch(arch)
     if not isinstance(kernel, JITFunction):
         raise ValueError(
             f"{kernel!r} is a {type(kernel).__name__}: expected a kernel of @triton.jit, defined "
@@ -228,8 +232,7 @@ def compile_row_kernel(
         from mxnorm_pass.ops.kernels.rows import rmsnorm_mxquant_kernel
     except ImportError as error:
         raise ImportError("looking at kernels needs triton: pip install triton") from error
-    if arch not in ARCHITECTURES:
-        raise ValueError(f"arch {arch!r} is not one of {', '.join(map(str, ARCHITECTURES))}")
+    _check_arch(arch)
     most = 2 if arch >= 100 else 1
     if hw is not None and hw not in range(most + 1):
         raise ValueError(f"hw {hw!r}: allowed on arch {arch} are 0 to {most}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxnorm_pass.formats import ELEMENTS, SWIZZLE_ROWS, Cast, swizzled_size
+from mxnorm_pass.formats import ELEMENTS, SWIZZLE_ROWS, Cast, output_shapes
 from mxnorm_pass.ops.kernels.constants import absmax_constants, constants, row_config
 from mxnorm_pass.ops.kernels.rows import rmsnorm_absmax_kernel, rmsnorm_mxquant_kernel
 
@@ -106,15 +106,6 @@ def rmsnorm_absmax(
         PROGRAMS=PROGRAMS, num_warps=row_config(k, block_size).warps,
     )  # fmt: skip
     return partial.amax()
-
-
-def output_shapes(lead: Sequence[Any], k: int, cast: Cast) -> tuple[tuple[Any, ...], ...]:
-    """Shapes of ``qdata`` and ``scale`` for rows ``[*lead, k]``."""
-    blocks = k // cast.block_size
-    scale: tuple[Any, ...] = (*lead, blocks)
-    if cast.layout == "swizzled":
-        scale = (swizzled_size(math.prod(lead), blocks),)
-    return (*lead, k // ELEMENTS[cast.element].per_byte), scale
 
 
 def factor(rms: str, correction: float) -> float:

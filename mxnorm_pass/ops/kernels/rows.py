@@ -1,9 +1,9 @@
 """The row kernel: RMSNorm, residual add and microscaling cast in one read of the row.
 
 A program keeps a row in registers between the two things that need all of it: the root and the
-cast. A row is cut into ``CHUNKS`` tiles of ``TILE`` blocks, so that widths that
-are no power of two waste little; only the last tile can be partly masked. Elements travel as pairs
-(even, odd): loads, conversions and codes of the narrow formats all come in pairs.
+cast. A row is cut into ``CHUNKS`` tiles of ``TILE`` blocks, so that widths that are no power of two
+waste little; only the last tile can be partly masked. Elements travel as pairs (even, odd): loads,
+conversions and codes of the narrow formats all come in pairs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mxnorm_pass.ops.kernels.convert import (
     pairs_of,
     round_bf16,
     scaled_pairs,
+    store,
     store_words,
     words_of,
 )
@@ -201,7 +202,7 @@ def _scaled_e4m3(
 
     ``one`` is the reciprocal of the per-tensor scale.
     """
-    code, wide = e4m3_scale(absmax, tensor_scale, MAX, HW)
+    code, wide = e4m3_scale(absmax, tensor_scale, MAX)
     if APPLY == "reciprocal":
         low, high = scaled_pairs(low, high, tl.div_rn(one, wide)[:, None], HW)
     else:
@@ -227,10 +228,7 @@ def _store_scales(
         where = row * BLOCKS + block
         mask = _mask(block, live, BLOCKS, LAST, False)
     code = byte.to(tl.uint8).to(scale_ptr.dtype.element_ty, bitcast=True)
-    if mask is None:
-        tl.store(scale_ptr + where, code)
-    else:
-        tl.store(scale_ptr + where, code, mask=mask)
+    store(scale_ptr + where, code, mask)
 
 
 @triton.jit
@@ -292,11 +290,7 @@ def rmsnorm_mxquant_kernel(
         codes = encode_pairs(low, high, EXPONENT_BITS, MANTISSA_BITS, MAX_BITS, CLAMP, HW)
         # Two codes make one word of 16 bits, or one byte for FP4.
         out = qdata_ptr.to(tl.pointer_type(codes.dtype)) + row * (K // 2) + here
-        mask = _mask(here, live, K // 2, (i + 1) * SPAN, SWIZZLED)
-        if mask is None:
-            tl.store(out, codes)
-        else:
-            tl.store(out, codes, mask=mask)
+        store(out, codes, _mask(here, live, K // 2, (i + 1) * SPAN, SWIZZLED))
 
 
 @triton.jit
