@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import fnmatch
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -14,9 +15,9 @@ from torch.fx import GraphModule
 
 from mxnorm_pass import compat
 from mxnorm_pass.config import MXNormConfig
-from mxnorm_pass.graph_pass import MXNormPass
+from mxnorm_pass.graph_pass import MXNormPass, switched_off
 from mxnorm_pass.inner import compile_inner, run_eagerly
-from mxnorm_pass.report import GraphReport, Report, RewriteError, store
+from mxnorm_pass.report import GraphReport, Report, RewriteError, dump, store
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +66,13 @@ class MXNormBackend:
         if graphs:
             store.save(key, graphs)
         else:
-            # torch found the compiled graph in its cache and did not call the pass.
-            graphs = store.load(key) or _retrace(spare, example_inputs, patches)
+            # torch found the compiled graph in its cache and did not call the pass. A dump needs
+            # the graph itself.
+            if dump.folder(config.dump_dir) is None:
+                graphs = store.load(key)
+                for graph in graphs:
+                    dump.trace(graph)
+            graphs = graphs or _retrace(spare, example_inputs, patches)
             for graph in graphs:
                 graph.from_cache = True
         self.report.graphs.extend(graphs)
@@ -80,7 +86,7 @@ def _retrace(
 ) -> list[GraphReport]:
     """The report of a cached graph whose entry in the store is gone, from tracing it again."""
     graph_pass = patches[HOOK]
-    config = dataclasses.replace(graph_pass.config, inner="eager", dump_dir=None)
+    config = dataclasses.replace(graph_pass.config, inner="eager")
     again = MXNormPass(config, graph_pass.previous)
     _compile(gm, example_inputs, config, {**patches, HOOK: again})
     return again.report.graphs
@@ -224,6 +230,7 @@ def explain(
     if not tracer.report.graphs:
         tracer.report.warnings.append("torch.compile handed over no graph: nothing was looked at")
     tracer.report.warnings.extend(_dropped_biases(target, tracer.report))
+    tracer.report.warnings.extend(_idle_choices(chosen, tracer.report))
     return tracer.report
 
 
@@ -246,6 +253,23 @@ def _reraise(error: Exception) -> None:
             raise cause from None
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     raise error
+
+
+def _idle_choices(config: MXNormConfig, report: Report) -> list[str]:
+    """Choices that no site of the model answers to: a typo would go unnoticed."""
+    paths = {site.norm for site in report.sites}
+    ids = {site.id for site in report.sites}
+    idle = [
+        f"{name}={glob!r} matches no norm"
+        for name in ("include", "exclude", "exact")
+        for glob in getattr(config, name)
+        if glob != "*" and not any(fnmatch.fnmatchcase(path, glob) for path in paths)
+    ]
+    idle += [f"off={site!r}: there is no such site" for site in sorted(switched_off(config) - ids)]
+    if config.correction != "gaussian":
+        strangers = sorted(config.calibration().keys() - paths)
+        idle += [f"{config.correction} has a constant for {path!r}, no norm" for path in strangers]
+    return idle
 
 
 def _dropped_biases(model: Any, report: Report) -> list[str]:

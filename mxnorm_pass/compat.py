@@ -24,6 +24,7 @@ __all__ = [
     "mode_options",
     "passes_on_hook",
     "stable_topological_sort",
+    "structured_trace",
     "unset_fake_temporarily",
 ]
 
@@ -44,6 +45,11 @@ def mode_options(mode: str | None, dynamic: bool | None = None) -> dict[str, Any
     if mode is None or mode == "default":
         return {}
     return dict(torch._inductor.list_mode_options(mode, dynamic))
+
+
+def structured_trace() -> bool:
+    """Whether torch writes a structured trace (``TORCH_TRACE``)."""
+    return bool(torch._logging._internal.trace_log.handlers)
 
 
 def cache_dir() -> str:

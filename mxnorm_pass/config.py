@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,6 +20,18 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "tensor_scale": ("dynamic", "bound"),
     "inner": ("inductor", "eager"),
 }
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    values = (value,) if isinstance(value, str) else value
+    if not isinstance(values, Iterable) or not all(isinstance(v, str) for v in values):
+        expected = "ids of sites" if name == "off" else "module-path globs"
+        raise ValueError(f"{name}={value!r}: expected {expected} (strings)")
+    return tuple(values)
+
+
+def _hit(path: str, globs: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,10 @@ class MXNormConfig:
             gain.
         include: module-path globs of norms to rewrite.
         exclude: module-path globs of norms to leave alone; wins over ``include``.
+        exact: module-path globs of norms that keep the true RMS under ``rms="mx"``; their gains
+            stay in the op.
+        off: ids of sites to leave alone, as reports name them (``layers.0.norm#0``); the variable
+            ``MXNORM_OFF`` adds to them, separated by commas.
         require_rewrites: raise :class:`mxnorm_pass.RewriteError` for a graph with fewer rewritten
         sites.
         strict: raise on an internal failure instead of leaving the site alone; check the graph
@@ -48,7 +66,8 @@ class MXNormConfig:
             which needs no pass, lets the op take in the residual add, and keeps a NaN in its own
             row. Block scales lose range, not precision: see
             :func:`mxnorm_pass.theory.computed_bound`.
-        dump_dir: folder for the graph before and after, and the report, per graph.
+        dump_dir: folder for each graph before and after, their difference and the report, by rank;
+            without it the variable ``MXNORM_DUMP`` names one.
         inner: ``inductor`` generates code; ``eager`` runs the same graphs without code generation.
 
     Raises:
@@ -61,6 +80,8 @@ class MXNormConfig:
     gain: Literal["auto", "fold", "kernel"] = "auto"
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
     require_rewrites: int | None = None
     strict: bool = False
     tensor_scale: Literal["dynamic", "bound"] = "dynamic"
@@ -77,12 +98,13 @@ class MXNormConfig:
                 "gain='fold' changes what the cast sees, which rms='exact' promises not to do: "
                 "allowed with rms='exact' are 'auto', 'kernel'"
             )
-        for name in ("include", "exclude"):
-            value = getattr(self, name)
-            globs = (value,) if isinstance(value, str) else tuple(value)
-            if not all(isinstance(g, str) for g in globs):
-                raise ValueError(f"{name}={value!r}: expected module-path globs (strings)")
-            object.__setattr__(self, name, globs)
+        for name in ("include", "exclude", "exact", "off"):
+            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        for site in self.off:
+            if not re.fullmatch(r".+#\d+", site):
+                raise ValueError(
+                    f"off={site!r}: expected a site's id, '<norm path>#<n>', as reports have it"
+                )
         required = self.require_rewrites
         if required is not None and (
             isinstance(required, bool) or not isinstance(required, int) or required < 0
@@ -97,6 +119,15 @@ class MXNormConfig:
         object.__setattr__(self, "correction", str(self.correction))
         if self.correction != "gaussian":
             self.calibration()
+
+    def selects(self, path: str) -> bool:
+        """Whether ``include`` and ``exclude`` let the norm at ``path`` be rewritten."""
+        return _hit(path, self.include) and not _hit(path, self.exclude)
+
+    def rms_of(self, path: str) -> str:
+        """What the op does for the norm at ``path``: ``p1``, ``p2`` or ``exact``."""
+        exact = self.rms == "exact" or _hit(path, self.exact)
+        return "exact" if exact else f"p{self.p}"
 
     def calibration(self) -> dict[str, float]:
         """Constants per norm path from the calibration file; empty for ``gaussian``.

@@ -20,13 +20,15 @@ from mxnorm_pass.compat import CustomGraphPass, stable_topological_sort, unset_f
 from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.ops import kernels
 from mxnorm_pass.reasons import Decline
-from mxnorm_pass.recognise import Found, Site, aten, find_sites, opaque
+from mxnorm_pass.recognise import Declined, Found, Site, aten, find_sites, opaque
 from mxnorm_pass.report import GraphReport, Report, RewriteError, SiteReport
+from mxnorm_pass.report.dump import Dump
 from mxnorm_pass.rewrite import Applied, Edit, absorb, residual_sum, rewrite_site
 
 log = logging.getLogger(__name__)
 
 DISABLE = "MXNORM_DISABLE"
+OFF = "MXNORM_OFF"
 
 
 class MXNormPass(CustomGraphPass):
@@ -74,13 +76,12 @@ class MXNormPass(CustomGraphPass):
         start = time.perf_counter()
         training = is_joint(graph)
         result = GraphReport(training=training)
-        dump = _Dump(self.config.dump_dir, graph)
+        dump = Dump(self.config.dump_dir, graph)
         try:
             # The hook runs under FakeTensorMode; probes are real numbers.
             with unset_fake_temporarily(), torch.no_grad():
                 found = find_sites(graph, self.config)
-            if disabled():
-                _decline_all(found)
+            _leave_alone(found, self.config)
             self._rewrite(graph, found, result, training)
         except Exception:
             if self.config.strict:
@@ -173,8 +174,8 @@ class MXNormPass(CustomGraphPass):
     def _announce(self, result: GraphReport) -> None:
         log.info("%s", result.summary())
         log.debug("%s", Report([result]))
-        gaussian = self.config.rms == "mx" and self.config.correction == "gaussian"
-        if gaussian and not result.training and result.rewritten:
+        estimated = any(site.spec.get("rms") in ("p1", "p2") for site in result.sites)
+        if estimated and self.config.correction == "gaussian" and not result.training:
             _warn_once(
                 "mxnorm: this inference graph estimates the RMS with the constant of Gaussian "
                 "rows; a checkpoint trained with RMSNorm wants mxnorm_exact or a calibration"
@@ -208,7 +209,8 @@ class MXNormPass(CustomGraphPass):
         }
         digest.update(repr(sorted(relevant.items())).encode())
         digest.update(repr(sorted(self.config.calibration().items())).encode())
-        around = (list(earlier), disabled(), opaque.identity(), kernels.chosen())
+        off = sorted(switched_off(self.config))
+        around = (list(earlier), disabled(), off, opaque.identity(), kernels.chosen())
         digest.update(repr(around).encode())
         return digest.hexdigest()
 
@@ -226,13 +228,24 @@ def is_joint(graph: Graph) -> bool:
     )
 
 
-def _decline_all(found: Found) -> None:
-    from mxnorm_pass.recognise.sites import Declined
+def switched_off(config: MXNormConfig) -> frozenset[str]:
+    """Ids of sites that the options or ``MXNORM_OFF`` switch off."""
+    named = (part.strip() for part in os.environ.get(OFF, "").split(","))
+    return frozenset((*config.off, *filter(None, named)))
 
-    found.declined.extend(
-        Declined(s.path, s.consumers, "disabled", f"{DISABLE} is set") for s in found.sites
-    )
-    found.sites.clear()
+
+def _leave_alone(found: Found, config: MXNormConfig) -> None:
+    """Decline what the user switched off: every site, or those named."""
+    off = switched_off(config)
+    for site in list(found.sites):
+        if disabled():
+            reason, detail = "disabled", f"{DISABLE} is set"
+        elif site.id in off:
+            reason, detail = "switched_off", f"off or {OFF} names {site.id}"
+        else:
+            continue
+        found.sites.remove(site)
+        found.declined.append(Declined(site.id, site.path, site.consumers, reason, detail))
 
 
 def _spec(site: Site) -> dict[str, Any]:
@@ -253,6 +266,7 @@ def _spec(site: Site) -> dict[str, Any]:
 def _rewritten_site(site: Site, applied: Applied) -> SiteReport:
     why = kernels.unusable(site.norm.x.meta["val"].device, site.k)
     return SiteReport(
+        id=site.id,
         norm=site.path,
         consumers=site.consumers,
         status="rewritten",
@@ -272,6 +286,7 @@ def _rewritten_site(site: Site, applied: Applied) -> SiteReport:
 
 def _declined_site(site: Site, why: Decline) -> SiteReport:
     return SiteReport(
+        id=site.id,
         norm=site.path,
         consumers=site.consumers,
         status="declined",
@@ -296,27 +311,3 @@ def _sources() -> bytes:
 @cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
-
-
-class _Dump:
-    """Graph before and after and the report, written to ``dump_dir``; nothing where that is
-    None.
-    """
-
-    def __init__(self, folder: str | None, graph: Graph) -> None:
-        self.folder = Path(folder) if folder else None
-        self.before = str(graph) if self.folder else ""
-
-    def after(self, graph: Graph, result: GraphReport) -> None:
-        if self.folder is None:
-            return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            number = len(list(self.folder.glob("graph_*_before.txt")))
-            stem = f"graph_{number:03d}"
-            (self.folder / f"{stem}_before.txt").write_text(self.before)
-            (self.folder / f"{stem}_after.txt").write_text(str(graph))
-            (self.folder / f"{stem}_report.json").write_text(Report([result]).to_json())
-        except OSError as error:
-            # A full disk must not break a compile.
-            log.warning("could not write to dump_dir %s: %s", self.folder, error)

@@ -96,6 +96,10 @@ REASONS: dict[str, tuple[str, str]] = {
         "include/exclude leaves this norm out",
         "change MXNormConfig.include or MXNormConfig.exclude",
     ),
+    "switched_off": (
+        "off, or MXNORM_OFF, names this site",
+        "take it out of MXNormConfig.off or MXNORM_OFF",
+    ),
     "disabled": ("MXNORM_DISABLE is set", "unset MXNORM_DISABLE"),
     "internal_error": (
         "the pass failed on this site and left it as it was; the detail holds the traceback",

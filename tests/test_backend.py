@@ -390,11 +390,11 @@ def test_exact_backend_keeps_its_promise_under_options() -> None:
 def test_dump_dir(tmp_path: Path) -> None:
     block, x = inference_block("llama", widths=(64,)), rows(64, 128)
     run(block, x, training=False, config=MXNormConfig(dump_dir=str(tmp_path / "dump")))
-    before = (tmp_path / "dump" / "graph_000_before.txt").read_text()
-    after = (tmp_path / "dump" / "graph_000_after.txt").read_text()
-    assert "rsqrt" in before and "rmsnorm_mxquant" not in before
-    assert "rsqrt" not in after and "rmsnorm_mxquant" in after
-    report = json.loads((tmp_path / "dump" / "graph_000_report.json").read_text())
+    folder = tmp_path / "dump" / "rank_0" / "graph_000"
+    before, after = ((folder / f"{name}.py").read_text() for name in ("before", "after"))
+    assert "aten.rsqrt" in before and "rmsnorm_mxquant" not in before
+    assert "aten.rsqrt" not in after and "rmsnorm_mxquant" in after
+    report = json.loads((folder / "sites.json").read_text())
     assert report["graphs"][0]["sites"][0]["status"] == "rewritten"
     # A folder that cannot be written must not break the compile.
     (tmp_path / "file").write_text("")

@@ -36,6 +36,7 @@ SPEC = {
 paths = st.lists(st.text("abc_0123", min_size=1, max_size=30), max_size=6).map(".".join)
 sites = st.builds(
     lambda norm, consumers, reason, detail: SiteReport(
+        f"{norm}#0",
         norm,
         consumers,
         "declined" if reason else "rewritten",
@@ -66,7 +67,7 @@ def test_text_fits_100_columns_and_json_comes_back(report: Report) -> None:
 
 
 def test_json_is_written_and_foreign_json_refused(tmp_path: Path) -> None:
-    report = Report([GraphReport(True, [SiteReport("n", ["a"], "rewritten", spec=SPEC)])])
+    report = Report([GraphReport(True, [SiteReport("n#0", "n", ["a"], "rewritten", spec=SPEC)])])
     report.to_json(tmp_path / "report.json")
     assert Report.from_json((tmp_path / "report.json").read_text()) == report
     for text in ("[]", '{"schema": 0}'):
@@ -82,8 +83,12 @@ def test_table_of_a_layer() -> None:
             GraphReport(
                 True,
                 [
-                    SiteReport("model.layers.0.input_layernorm", [q, k], "rewritten", spec=spec),
-                    SiteReport("model.layers.1.norm", [], "declined", "centred", "a row mean"),
+                    SiteReport(
+                        "l#0", "model.layers.0.input_layernorm", [q, k], "rewritten", spec=spec
+                    ),
+                    SiteReport(
+                        "l#1", "model.layers.1.norm", [], "declined", "centred", "a row mean"
+                    ),
                 ],
             )
         ]

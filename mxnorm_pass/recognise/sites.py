@@ -4,8 +4,8 @@ alone.
 
 from __future__ import annotations
 
-import fnmatch
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +44,8 @@ class Site:
     cast: Cast
     k: int
     path: str
+    id: str
+    """``<norm path>#<n>``, the same in every process; see :class:`Found`."""
     tensor_scale: Node | None = None
     maxima: list[Node] = field(default_factory=list)
     readers: list[Reader] = field(default_factory=list)
@@ -109,6 +111,7 @@ class _Recognised:
 class Declined:
     """A cast that a norm feeds and that is left as it is."""
 
+    id: str
     path: str
     consumers: list[str]
     reason: str
@@ -120,12 +123,31 @@ class Declined:
 
 @dataclass
 class Found:
-    """All that recognition has to say about one graph."""
+    """All that recognition has to say about one graph.
+
+    A site's id is the norm's module path (``?`` where it has none) and a count of what was found at
+    that path, in graph order: names to switch a site off by, which hold from process to process.
+    """
 
     sites: list[Site] = field(default_factory=list)
     declined: list[Declined] = field(default_factory=list)
     plain_casts: int = 0
     """Forward activation or weight casts with no norm before them."""
+    _counts: Counter[str] = field(default_factory=Counter)
+
+    def new_id(self, path: str) -> str:
+        """The next id at a path."""
+        name = path or "?"
+        self._counts[name] += 1
+        return f"{name}#{self._counts[name] - 1}"
+
+    def decline(
+        self, path: str, consumers: list[str], reason: str, detail: str, node: str = ""
+    ) -> Declined:
+        """Note something that stays as it is."""
+        declined = Declined(self.new_id(path), path, consumers, reason, detail, node)
+        self.declined.append(declined)
+        return declined
 
 
 def find_sites(graph: Graph, config: MXNormConfig) -> Found:
@@ -166,15 +188,14 @@ def find_sites(graph: Graph, config: MXNormConfig) -> Found:
             if site is not None:
                 _decline(found, site, failed)
             else:
-                found.declined.append(
-                    Declined(module_path(anchor), [], failed.reason, failed.detail, anchor.name)
-                )
+                found.decline(module_path(anchor), [], failed.reason, failed.detail, anchor.name)
             continue
         key = (norm.shifted, norm.gain, norm.norm_dtype, norm.out_dtype, cast, result.scaling)
         group = groups.get(key)
         if group is None:
+            path = module_path(norm.mean)
             group = groups[key] = Site(
-                norm, cast, result.k, module_path(norm.mean), result.spec.tensor_scale
+                norm, cast, result.k, path, found.new_id(path), result.spec.tensor_scale
             )
             found.sites.append(group)
         group.add(result)
@@ -201,9 +222,7 @@ def _note_unknown_cast(found: Found, node: Node) -> None:
     except Decline:
         return
     reason = "rotated" if opaque.rotates(node) else "opaque_cast"
-    found.declined.append(
-        Declined(module_path(values), [], reason, f"{node.target} (at {node.name})", node.name)
-    )
+    found.decline(module_path(values), [], reason, f"{node.target} (at {node.name})", node.name)
 
 
 def _note_unanchored_cast(found: Found, node: Node, claimed: set[Node]) -> None:
@@ -218,7 +237,7 @@ def _note_unanchored_cast(found: Found, node: Node, claimed: set[Node]) -> None:
     if any((d.path, d.reason) == (path, "cast_form") for d in found.declined):
         return
     detail = f"{aten.dtype(node)} by no amax(abs(.)) over the last axis of blocks (at {node.name})"
-    found.declined.append(Declined(path, [], "cast_form", detail, node.name))
+    found.decline(path, [], "cast_form", detail, node.name)
 
 
 def _recognise(site: CastSite, config: MXNormConfig) -> _Recognised | None:
@@ -234,7 +253,7 @@ def _recognise(site: CastSite, config: MXNormConfig) -> _Recognised | None:
     norm, moves = found
     k = check_rows(site)
     path = module_path(norm.mean)
-    if not _selected(path, config):
+    if not config.selects(path):
         raise Decline("excluded", f"{path} is left out by include/exclude")
     spec = recognise_cast(site)
     read = consumers(site)
@@ -273,13 +292,6 @@ def _upstream(node: Node) -> set[Node]:
     return seen
 
 
-def _selected(path: str, config: MXNormConfig) -> bool:
-    def hit(globs: tuple[str, ...]) -> bool:
-        return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
-
-    return hit(config.include) and not hit(config.exclude)
-
-
 def _decline(found: Found, site: CastSite, why: Decline) -> None:
     """Note a site that stays; casts of one norm with one reason make one entry."""
     read = readers(site.codes) if site.codes else Consumers((), ())
@@ -289,14 +301,6 @@ def _decline(found: Found, site: CastSite, why: Decline) -> None:
         if (known.path, known.reason) == (path, why.reason) and path:
             known.consumers.extend(n for n in names if n not in known.consumers)
             return
-    found.declined.append(
-        Declined(
-            path,
-            names,
-            why.reason,
-            why.detail,
-            node="" if why.node is None else why.node.name,
-            computed=why.computed,
-            expected=why.expected,
-        )
-    )
+    node = "" if why.node is None else why.node.name
+    declined = found.decline(path, names, why.reason, why.detail, node)
+    declined.computed, declined.expected = why.computed, why.expected

@@ -14,7 +14,7 @@ from mxnorm_pass.report.text import render
 if TYPE_CHECKING:
     from mxnorm_pass.recognise.sites import Declined
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 class RewriteError(RuntimeError):
@@ -28,6 +28,7 @@ class SiteReport:
     """One norm and one cast of it.
 
     Attributes:
+        id: ``<norm path>#<n>``, what :attr:`MXNormConfig.off` and ``mxnorm bisect`` call it.
         norm: module path of the norm.
         consumers: module paths of the linears that read the cast.
         status: ``rewritten`` or ``declined``.
@@ -41,6 +42,7 @@ class SiteReport:
         also_read_by: linears that read the norm's output without an MX cast.
     """
 
+    id: str
     norm: str
     consumers: list[str]
     status: Literal["rewritten", "declined"]
@@ -56,6 +58,7 @@ class SiteReport:
     def declined(cls, declined: Declined) -> SiteReport:
         """From what recognition found."""
         return cls(
+            declined.id,
             declined.path,
             declined.consumers,
             "declined",

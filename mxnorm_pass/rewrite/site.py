@@ -46,9 +46,14 @@ def rewrite_site(
     norm = site.norm
     root = norm.shifted
     _tag(root, norm.mean)
-    fold = norm.gain is not None and site.weights is not None and _wants_fold(config, training)
+    rms = config.rms_of(site.path)
+    fold = (
+        norm.gain is not None
+        and site.weights is not None
+        and rms != "exact"
+        and (training if config.gain == "auto" else config.gain == "fold")
+    )
     gain_at = "none" if norm.gain is None else "fold" if fold else "kernel"
-    rms = "exact" if config.rms == "exact" else f"p{config.p}"
     constant = 1.0
     if rms != "exact":
         constant = calibration.get(site.path) or gaussian_correction(config.p, site.cast.block_size)
@@ -137,12 +142,6 @@ def _stored_scale(edit: Edit, scale: Node, old: Node, sizes_from: Node) -> Node:
     nan = scalar(edit, float("nan"), torch.float32, like=new, after=new)
     power = call(_aten.where.self, call(_aten.eq.Scalar, new, E8M0_NAN), nan, power)
     return _converted(edit, power, old)
-
-
-def _wants_fold(config: MXNormConfig, training: bool) -> bool:
-    if config.gain == "auto":
-        return training and config.rms != "exact"
-    return config.gain == "fold"
 
 
 def _cut_over(edit: Edit, root: Node, rstd: Node) -> None:
