@@ -68,10 +68,11 @@ def _equal(names: tuple[str, ...]) -> bool:
 def _row(site: SiteReport, scope: str) -> tuple[str, str, str, str]:
     status = "rewritten" if site.status == "rewritten" else f"declined: {site.reason}"
     norm = site.norm.removeprefix(f"{scope}.") if scope else site.norm
-    return norm or "?", _consumers(site), status, _spec(site)
+    return norm or "?", consumers_text(site), status, spec_text(site)
 
 
-def _spec(site: SiteReport) -> str:
+def spec_text(site: SiteReport) -> str:
+    """The spec in a few words: ``e4m3/32 rceil p2 w fold +add``."""
     spec = site.spec
     if not spec:
         return ""
@@ -86,7 +87,7 @@ def _spec(site: SiteReport) -> str:
     return " ".join(parts)
 
 
-def _consumers(site: SiteReport) -> str:
+def consumers_text(site: SiteReport) -> str:
     """Relative to the norm's parent, what they share said once: ``self_attn.{q,k,v}_proj``."""
     scope = site.norm.rpartition(".")[0] + "."
     paths = [p.removeprefix(scope) for p in site.consumers]
