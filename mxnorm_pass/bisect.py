@@ -1,0 +1,193 @@
+"""Which site's rewrite makes a check fail: delta debugging over the sites of a script.
+
+The check runs in a process of its own each time, with some sites switched off through
+``MXNORM_OFF``; nothing of the script has to change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_CHECK = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("__mxnorm_check__", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+sys.modules["__mxnorm_check__"] = module
+sys.path[0] = sys.argv[3]
+spec.loader.exec_module(module)
+result = getattr(module, sys.argv[2])()
+sys.exit(0 if result is None or result else 1)
+"""
+
+
+class BisectError(RuntimeError):
+    """The check does not fail because of a site, so there is nothing to find."""
+
+
+@dataclass
+class Bisection:
+    """What :func:`bisect` found.
+
+    Attributes:
+        sites: ids of the least set of sites found with which the check fails while all others are
+            off: leave out any one of them and it passes.
+        tried: how often the check was run.
+        all_sites: ids of all sites that the script rewrites.
+    """
+
+    sites: list[str]
+    tried: int
+    all_sites: list[str] = field(default_factory=list)
+
+    @property
+    def advice(self) -> str:
+        """What to do with it."""
+        off = ", ".join(map(repr, self.sites))
+        return (
+            f"switch off: MXNormConfig(off=({off},)) or MXNORM_OFF={','.join(self.sites)}; keep "
+            "the true RMS instead: MXNormConfig(exact=(norm path, ...))"
+        )
+
+
+def bisect(
+    target: str,
+    args: Sequence[str] = (),
+    *,
+    timeout: float | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Bisection:
+    """The sites whose rewrite makes a check fail.
+
+    Args:
+        target: ``script.py``, which fails by its exit status, or ``script.py:check``, a function
+            without arguments, which fails by raising or by returning something false other than
+            None. It compiles the model itself, with any of this package's ways in.
+        args: command-line arguments of the script; none for a function.
+        timeout: seconds after which a run counts as failed; None waits.
+        progress: called with a line per run.
+
+    Returns:
+        The sites, by halving (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing
+        input", 2002): about ``2 log2(n)`` runs for one bad site among n.
+
+    Raises:
+        ValueError: where the script is missing, or a function is given arguments.
+        BisectError: where the check fails with the pass off as well, passes with it on, or no site
+            is rewritten; the message holds the end of the output.
+    """
+    return _Search(target, list(args), timeout, progress).run()
+
+
+class _Search:
+    def __init__(
+        self,
+        target: str,
+        args: list[str],
+        timeout: float | None,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.command = _command(target, args)
+        self.timeout = timeout
+        self.progress = progress
+        self.known: dict[frozenset[str], bool] = {}
+        self.tried = 0
+        self.output = ""
+
+    def run(self) -> Bisection:
+        if not self._passes({"MXNORM_DISABLE": "1", "MXNORM_OFF": ""}, "the pass off"):
+            raise BisectError(f"the check fails with the pass off as well:\n{self.output}")
+        with tempfile.TemporaryDirectory() as folder:
+            if self._passes({"MXNORM_DUMP": folder}, "every site on"):
+                raise BisectError("the check passes with every site rewritten")
+            self.sites = _rewritten(Path(folder))
+        if not self.sites:
+            raise BisectError(
+                f"the check fails and no site is rewritten before it does:\n{self.output}"
+            )
+        if self._fails(frozenset()):
+            raise BisectError(
+                f"the check fails with all {len(self.sites)} sites off, by whatever else the "
+                f"backend does:\n{self.output}"
+            )
+        self.known[frozenset(self.sites)] = True
+        found = self._minimise(self.sites)
+        return Bisection(found, self.tried, self.sites)
+
+    def _minimise(self, sites: list[str]) -> list[str]:
+        """ddmin: halves, then their complements, then finer parts."""
+        parts = 2
+        while len(sites) > 1:
+            size = -(-len(sites) // parts)
+            pieces = [sites[i : i + size] for i in range(0, len(sites), size)]
+            rests = [[s for s in sites if s not in piece] for piece in pieces]
+            for smaller in (*pieces, *(rests if len(pieces) > 2 else ())):
+                if self._fails(frozenset(smaller)):
+                    parts = 2 if smaller in pieces else max(parts - 1, 2)
+                    sites = smaller
+                    break
+            else:
+                if size == 1:
+                    break
+                parts = min(2 * parts, len(sites))
+        return sites
+
+    def _fails(self, on: frozenset[str]) -> bool:
+        if on not in self.known:
+            off = ",".join(site for site in self.sites if site not in on)
+            what = f"{len(on)} of {len(self.sites)} sites on"
+            self.known[on] = not self._passes({"MXNORM_OFF": off}, what)
+        return self.known[on]
+
+    def _passes(self, changes: dict[str, str], what: str) -> bool:
+        # A graph taken from a cache calls no pass, and would leave no dump.
+        caches = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+        self.tried += 1
+        try:
+            done = subprocess.run(
+                self.command,
+                env={**os.environ, **caches, **changes},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=self.timeout,
+                check=False,
+            )
+            status, output = done.returncode, done.stdout
+        except subprocess.TimeoutExpired:
+            status, output = -1, f"no end after {self.timeout} s"
+        self.output = output[-2000:]
+        self.progress(f"run {self.tried}: {what}: {'passes' if status == 0 else 'fails'}")
+        return status == 0
+
+
+def _command(target: str, args: list[str]) -> list[str]:
+    # A path may hold colons itself: a function is what stands behind the script's name.
+    script, colon, function = target.rpartition(":")
+    if not colon or Path(target).is_file():
+        script, function = target, ""
+    path = Path(script)
+    if not path.is_file():
+        raise ValueError(
+            f"{target!r}: expected script.py or script.py:check with a readable script"
+        )
+    if not function:
+        return [sys.executable, str(path), *args]
+    if args:
+        raise ValueError(f"{target!r} is a function and takes no arguments: {args}")
+    return [sys.executable, "-c", _CHECK, str(path), function, str(path.parent.resolve())]
+
+
+def _rewritten(folder: Path) -> list[str]:
+    ids = []
+    for path in sorted(folder.glob("rank_*/graph_*/sites.json")):
+        for graph in json.loads(path.read_text())["graphs"]:
+            ids += [site["id"] for site in graph["sites"] if site["status"] == "rewritten"]
+    return list(dict.fromkeys(ids))
