@@ -30,6 +30,18 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     return tuple(values)
 
 
+class Constants(dict[str, float]):
+    """Constants c by norm path.
+
+    Attributes:
+        blocks: the block size that a constant was fitted for, by norm path, where the file says it.
+    """
+
+    def __init__(self, constants: Mapping[str, float], blocks: Mapping[str, int]) -> None:
+        super().__init__(constants)
+        self.blocks = dict(blocks)
+
+
 def _hit(path: str, globs: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
 
@@ -40,17 +52,14 @@ class MXNormConfig:
 
     Attributes:
         rms: ``mx`` estimates the root mean square from the block absmax (arXiv 2603.13180);
-        ``exact``
-            keeps the true one in the same op, for checkpoints trained with RMSNorm.
+            ``exact`` keeps the true one in the same op, for checkpoints trained with RMSNorm.
         p: power of the mean over block absmax values, 1 or 2.
         correction: ``gaussian``, or the path of a calibration file (JSON, see docs/design.md) with
-        one
-            constant per norm; norms that it does not list get the Gaussian one.
+            one constant per norm; norms that it does not list get the Gaussian one.
         gain: ``fold`` multiplies the gain into the weight before the weight's cast, ``kernel`` into
-        the
-            row inside the op; ``auto`` folds in training graphs and uses the op elsewhere. Where
-            folding cannot be right (the weight comes already cast, or is shared) the op applies the
-            gain.
+            the row inside the op; ``auto`` folds in training graphs and uses the op elsewhere.
+            Where folding cannot be right (the weight comes already cast, or is shared) the op
+            applies the gain.
         include: module-path globs of norms to rewrite.
         exclude: module-path globs of norms to leave alone; wins over ``include``.
         exact: module-path globs of norms that keep the true RMS under ``rms="mx"``; their gains
@@ -58,9 +67,9 @@ class MXNormConfig:
         off: ids of sites to leave alone, as reports name them (``layers.0.norm#0``); the variable
             ``MXNORM_OFF`` adds to them, separated by commas.
         require_rewrites: raise :class:`mxnorm_pass.RewriteError` for a graph with fewer rewritten
-        sites.
+            sites.
         strict: raise on an internal failure instead of leaving the site alone; check the graph
-        after.
+            after.
         tensor_scale: NVFP4's per-tensor scale, where the graph measures it: ``dynamic`` takes the
             maximum in a pass ahead of the op; ``bound`` puts a number there that no row can exceed,
             which needs no pass, lets the op take in the residual add, and keeps a NaN in its own
@@ -129,14 +138,30 @@ class MXNormConfig:
         exact = self.rms == "exact" or _hit(path, self.exact)
         return "exact" if exact else f"p{self.p}"
 
-    def calibration(self) -> dict[str, float]:
+    @classmethod
+    def from_checkpoint(cls, where: str | Path, **changes: Any) -> MXNormConfig:
+        """The options that :func:`mxnorm_pass.save_settings` wrote beside a checkpoint.
+
+        Args:
+            where: the checkpoint's folder, or the file.
+            changes: fields to take from here instead.
+
+        Raises:
+            SettingsError: where there is no such file, or it cannot be read.
+            ValueError: for an unknown field or a value that is not allowed.
+        """
+        from mxnorm_pass.trust.settings import load_settings
+
+        return load_settings(where).config(**changes)
+
+    def calibration(self) -> Constants:
         """Constants per norm path from the calibration file; empty for ``gaussian``.
 
         Raises:
             ValueError: where the file is missing, no JSON, or made for another p.
         """
         if self.correction == "gaussian":
-            return {}
+            return Constants({}, {})
         path = Path(self.correction)
         try:
             content = json.loads(path.read_text())
@@ -158,7 +183,10 @@ class MXNormConfig:
             raise ValueError(
                 f"calibration file {path} is for p={content.get('p')!r}, the config has p={self.p}"
             )
-        return {str(k): float(c) for k, c in sites.items()}
+        blocks = content.get("blocks", {})
+        if not isinstance(blocks, dict) or not all(type(b) is int for b in blocks.values()):
+            raise ValueError(f"calibration file {path}: 'blocks' is no {{norm path: block size}}")
+        return Constants({str(k): float(c) for k, c in sites.items()}, blocks)
 
     @classmethod
     def split_options(

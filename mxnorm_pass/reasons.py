@@ -92,6 +92,10 @@ REASONS: dict[str, tuple[str, str]] = {
         "several leading sizes are symbolic and the cast regroups them",
         "mark fewer dimensions as dynamic",
     ),
+    "calibration_block": (
+        "the calibration file's constant was fitted for another block size",
+        "calibrate the model with the casts that it has now",
+    ),
     "excluded": (
         "include/exclude leaves this norm out",
         "change MXNormConfig.include or MXNormConfig.exclude",

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.config import Constants, MXNormConfig
 from mxnorm_pass.formats import E8M0_BIAS, E8M0_NAN
 from mxnorm_pass.ops import ABSMAX_OP, OP
 from mxnorm_pass.ops.rmsnorm_mxquant import rounding_name
+from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import Site, aten
 from mxnorm_pass.recognise.coding import POWERS
 from mxnorm_pass.recognise.norm import NormSpec
@@ -40,7 +41,7 @@ class Applied:
 
 
 def rewrite_site(
-    edit: Edit, site: Site, config: MXNormConfig, *, training: bool, calibration: dict[str, float]
+    edit: Edit, site: Site, config: MXNormConfig, *, training: bool, calibration: Constants
 ) -> Applied:
     """Rewrite one site; the caller rolls the edit back if this raises."""
     norm = site.norm
@@ -56,7 +57,11 @@ def rewrite_site(
     gain_at = "none" if norm.gain is None else "fold" if fold else "kernel"
     constant = 1.0
     if rms != "exact":
-        constant = calibration.get(site.path) or gaussian_correction(config.p, site.cast.block_size)
+        block = site.cast.block_size
+        fitted = calibration.blocks.get(site.path, block)
+        if site.path in calibration and fitted != block:
+            raise Decline("calibration_block", f"fitted for blocks of {fitted}, cast in {block}")
+        constant = calibration.get(site.path) or gaussian_correction(config.p, block)
     # Folded, the product x * rstd is the cast's input itself: it stays float32, since a rounding to
     # bfloat16 in between would only add an error that the unfolded graph had to make.
     rounding = "f32->f32" if fold else rounding_name(norm.norm_dtype, norm.out_dtype)

@@ -1,0 +1,220 @@
+"""For inference: move each norm's gain into the weights of the linears that read it."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxnorm_pass.trust.changes import Changes, OutputNoise, Rounding
+from mxnorm_pass.trust.linears import GainUse, find_gains
+from mxnorm_pass.trust.tables import decibel, scope, table, wrap
+from mxnorm_pass.trust.tracing import Parameters, call, evaluating, original, repeatable
+
+
+@dataclass(frozen=True)
+class FoldedLinear:
+    """A weight that took a gain in.
+
+    Attributes:
+        linear: module path of the linear.
+        weight: name of the weight.
+        gain: name of the gain.
+        rounding: what storing ``W * g`` in the weight's dtype added.
+    """
+
+    linear: str
+    weight: str
+    gain: str
+    rounding: Rounding
+
+
+@dataclass
+class FoldedGain:
+    """A gain, and what became of it.
+
+    Attributes:
+        gain: name of the parameter.
+        norms: module paths of the norms that it scales.
+        kind: ``w`` (set to ones) or ``1+w`` (set to zeros).
+        linears: the linears that read the norm.
+        why_left: empty where it was folded.
+    """
+
+    gain: str
+    norms: list[str]
+    kind: str
+    linears: list[str]
+    why_left: list[str] = field(default_factory=list)
+
+
+class FoldedGains(Changes):
+    """What :func:`fold_gains` did; ``print`` it. :meth:`undo`, or leaving the context, restores.
+
+    Attributes:
+        gains: every gain in front of a linear, folded or left.
+        linears: every weight that was changed, with its rounding.
+        output_sqnr: outputs on the batches before, over their change, in dB (the rounding of all
+            weights, through the whole model); inf for no change, nan where it was not asked for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains: list[FoldedGain] = []
+        self.linears: list[FoldedLinear] = []
+        self.output_sqnr = math.nan
+
+    @property
+    def folded(self) -> list[FoldedGain]:
+        """Gains that are in the weights now."""
+        return [gain for gain in self.gains if not gain.why_left]
+
+    @property
+    def left(self) -> list[FoldedGain]:
+        """Gains that stay where they were, each with its reasons."""
+        return [gain for gain in self.gains if gain.why_left]
+
+    def __str__(self) -> str:
+        state = "" if self.active or not self.folded else " (undone)"
+        lines = [
+            f"mxnorm fold_gains: {len(self.folded)} gain(s) folded into {len(self.linears)} "
+            f"weight(s), {len(self.left)} left{state}"
+        ]
+        if self.linears:
+            under = scope([line.linear for line in self.linears])
+            rows = [("linear", "max ulp", "SQNR dB")]
+            rows += [
+                (
+                    line.linear.removeprefix(f"{under}.") if under else line.linear,
+                    f"{line.rounding.max_ulp:.2f}",
+                    decibel(line.rounding.sqnr),
+                )
+                for line in self.linears
+            ]
+            lines += [f"linears under {under}:"] if under else []
+            lines += table(rows)
+        for gain in self.left:
+            lines += wrap(f"{gain.gain}: left: {'; '.join(gain.why_left)}")
+        if not math.isnan(self.output_sqnr):
+            lines.append(f"outputs before over their change: {decibel(self.output_sqnr)} dB")
+        return "\n".join(lines)
+
+
+def example_batches(model: nn.Module, batches: Any) -> Sequence[Any]:
+    """The batches given, or those that a transformers model brings along.
+
+    Raises:
+        ValueError: where there are neither.
+    """
+    if batches is None:
+        dummy = getattr(original(model), "dummy_inputs", None)
+        if not dummy:
+            raise ValueError("give batches to trace the model on: it brings no dummy_inputs")
+        return [dummy]
+    found = repeatable(batches)
+    if not len(found):
+        raise ValueError("batches is empty")
+    return found
+
+
+def fold_gains(
+    model: nn.Module,
+    batches: Any = None,
+    *,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    compare: bool = True,
+) -> FoldedGains:
+    """Multiply each norm's gain into the weights that read it, in place, and set the gain to one.
+
+    For a model that serves, before ``quantize_``: ``norm(x) * g @ W.T = norm(x) @ (W * g).T``. The
+    model is traced on the batches; a gain is folded only if everything that is computed from it is
+    the left side of a matmul whose weight is a parameter of two axes, stored in plain numbers, read
+    by nobody else, and tied to nothing. Else it stays, with the reason. Code that the batches do
+    not reach is not seen: give batches that take every path.
+
+    Args:
+        model: the module; its parameters change until :meth:`FoldedGains.undo`.
+        batches: an iterable of batches, as for :func:`mxnorm_pass.fidelity`; by default the
+            ``dummy_inputs`` of a transformers model.
+        include: globs of norms' module paths to fold.
+        exclude: globs of those to leave alone; wins over ``include``.
+        compare: run the batches before and after, and report how the outputs differ.
+
+    Returns:
+        The handle: what was folded and left, the rounding added per linear, and the way back.
+
+    Raises:
+        ValueError: without batches, or for something that is no module.
+    """
+    target = original(model)
+    given = example_batches(target, batches)
+    uses, parameters = find_gains(target, given)
+    handle = FoldedGains()
+    before = _outputs(target, given) if compare else []
+    try:
+        for use in uses:
+            handle.gains.append(_fold(handle, use, parameters, include, exclude))
+        if compare:
+            noise = OutputNoise()
+            for old, new in zip(before, _outputs(target, given), strict=True):
+                noise.add(old, new)
+            handle.output_sqnr = noise.noise.sqnr
+    except BaseException:
+        handle.undo()
+        raise
+    return handle
+
+
+def _outputs(model: nn.Module, batches: Sequence[Any]) -> list[Any]:
+    with evaluating(model), torch.random.fork_rng():
+        return [call(model, batch) for batch in batches]
+
+
+def gain_values(kind: str, stored: Tensor) -> Tensor:
+    """The gain itself in float64: ``w`` or ``1 + w``."""
+    return stored.detach().double() + (1.0 if kind == "1+w" else 0.0)
+
+
+def _fold(
+    handle: FoldedGains,
+    use: GainUse,
+    parameters: Parameters,
+    include: Sequence[str],
+    exclude: Sequence[str],
+) -> FoldedGain:
+    entry = FoldedGain(use.gain, use.norms, "/".join(sorted(use.kinds)), use.linears)
+    entry.why_left.extend(use.blockers)
+    if not all(_hit(n, include) and not _hit(n, exclude) for n in use.norms):
+        entry.why_left.append("include/exclude leaves it out")
+    if entry.why_left:
+        return entry
+    stored = parameters.tensors[use.gain]
+    gain = gain_values(entry.kind, stored).flatten()
+    products: dict[str, tuple[Tensor, Tensor]] = {}
+    for reader in use.readers:
+        weight = parameters.tensors[reader.weight]
+        exact = weight.detach().double() * (gain if reader.axis == 1 else gain.unsqueeze(-1))
+        rounded = exact.to(weight.dtype)
+        if not bool((rounded.isfinite() | ~exact.isfinite()).all()):
+            entry.why_left.append(f"{reader.weight} * gain overflows {weight.dtype}")
+            return entry
+        products[reader.weight] = (exact, rounded)
+    for reader in use.readers:
+        if reader.weight not in products:
+            continue  # a linear that is called twice
+        exact, rounded = products.pop(reader.weight)
+        rounding = Rounding.of(exact, rounded)
+        handle.linears.append(FoldedLinear(reader.path, reader.weight, use.gain, rounding))
+        handle.overwrite(parameters.tensors[reader.weight], rounded)
+    handle.overwrite(stored, torch.full_like(stored, 0.0 if entry.kind == "1+w" else 1.0))
+    return entry
+
+
+def _hit(path: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(path, glob) for glob in globs)

@@ -1,0 +1,277 @@
+"""Which linears read which norm, found in the graphs of a model that need not be quantised yet.
+
+A gain may be multiplied into weights only if everything that is computed from it, and everything
+that is computed from those weights, is a product of the two. Both are followed through the graph
+from the parameters on; whatever else they meet is a reason to leave them alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from mxnorm_pass.compat import CustomGraphPass
+from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.reasons import Decline
+from mxnorm_pass.recognise import aten, find_sites
+from mxnorm_pass.recognise.norm import NormSpec, find_norm
+from mxnorm_pass.recognise.paths import module_path
+from mxnorm_pass.trust.taps import source_of_gain
+from mxnorm_pass.trust.tracing import (
+    Parameters,
+    Traced,
+    as_batches,
+    evaluating,
+    original,
+    placeholders,
+)
+
+_PRODUCTS: dict[Any, tuple[int, int]] = {
+    torch.ops.aten.mm.default: (0, 1),
+    torch.ops.aten.addmm.default: (1, 2),
+}
+"""Matmuls with one weight -> positions of rows and weight."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A linear that reads a norm.
+
+    Attributes:
+        path: its module path.
+        weight: name of its weight.
+        axis: the weight's axis that the rows are contracted with.
+    """
+
+    path: str
+    weight: str
+    axis: int
+
+
+@dataclass
+class GainUse:
+    """One gain of a norm in front of a linear.
+
+    Attributes:
+        gain: name of the parameter.
+        norms: module paths of the norms that it scales.
+        kinds: ``w`` or ``1+w``, and ``other`` for what else the graph makes of it.
+        readers: the linears.
+        blockers: why the gain cannot be moved into their weights.
+        linears: all module paths that were seen to read it, whatever they do with it.
+    """
+
+    gain: str
+    norms: list[str] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
+    readers: list[Reader] = field(default_factory=list)
+    blockers: list[str] = field(default_factory=list)
+    linears: list[str] = field(default_factory=list)
+
+    def block(self, why: str) -> None:
+        """One more reason."""
+        if why not in self.blockers:
+            self.blockers.append(why)
+
+
+class _Look(CustomGraphPass):
+    """Keeps a copy of each graph, as it is before other passes pad or reorder its matmuls."""
+
+    def __call__(self, graph: Graph) -> None:
+        again = copy.deepcopy(graph)
+        # Constants are attributes of the module around the graph.
+        owner = graph.owning_module
+        self.graph = again if owner is None else GraphModule(owner, again).graph
+
+    def uuid(self) -> Any | None:
+        """None: no cache may stand in for looking."""
+        return None
+
+
+def find_gains(model: nn.Module, batches: Any) -> tuple[list[GainUse], Parameters]:
+    """Every gain in front of a linear, with what stands in the way of folding it.
+
+    The model runs on the batches, in evaluation: what they do not reach is not seen.
+    """
+    found = _Finder(original(model))
+    with evaluating(found.model):
+        traced = Traced(found.model, found.look, found.inner)
+        for batch in as_batches(batches):
+            traced(batch)
+    return found.result(), found.parameters
+
+
+class _Finder:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.parameters = Parameters(model)
+        self.look = _Look()
+        self.gains: dict[str, GainUse] = {}
+        self._weights: dict[str, list[tuple[str, str]]] = {}
+        """Weight name -> (gain that reaches it, or "", and who reads it)."""
+
+    def inner(self, gm: GraphModule) -> Callable[[list[Any]], Any]:
+        unseen = [self.look.graph]
+
+        def run(args: list[Any]) -> Any:
+            # Only a call shows which input is which parameter.
+            while unseen:
+                self._examine(unseen.pop(), args)
+            return gm(*args)
+
+        return run
+
+    def _examine(self, graph: Graph, args: list[Any]) -> None:
+        names: dict[Node, str] = {}
+        for node, value in zip(placeholders(graph), args, strict=True):
+            found = self.parameters.find(value)
+            if found:
+                names[node] = found[0]
+        readers: dict[Node, str] = {}
+        with torch.no_grad():
+            self._quantised(graph, names)
+            for matmul in graph.nodes:
+                if matmul.target in aten.MATMULS:
+                    gain = self._reader(matmul, names)
+                    if gain is not None:
+                        readers[matmul] = gain
+        for node, name in names.items():
+            if name in self.gains:
+                self._follow_gain(node, self.gains[name], readers)
+        for node, name in names.items():
+            if any(name == r.weight for use in self.gains.values() for r in use.readers):
+                self._follow_weight(node, name, readers)
+
+    def _use(self, norm: NormSpec, names: dict[Node, str]) -> GainUse | None:
+        """The entry of a norm's gain; None where it is no parameter."""
+        source = source_of_gain(norm.gain) if norm.gain is not None else None
+        if source is None or source not in names:
+            return None
+        use = self.gains.setdefault(names[source], GainUse(names[source]))
+        path = module_path(norm.mean)
+        if path not in use.norms:
+            use.norms.append(path)
+        use.kinds.add(norm.gain_kind)
+        return use
+
+    def _quantised(self, graph: Graph, names: dict[Node, str]) -> None:
+        """Norms whose linears cast already: their weights hold no plain numbers to multiply."""
+        for site in find_sites(graph, MXNormConfig()).sites:
+            use = self._use(site.norm, names)
+            if use is not None:
+                linears = ", ".join(site.consumers) or "a matmul"
+                use.linears.extend(c for c in site.consumers if c not in use.linears)
+                use.block(f"{linears}: quantised already; fold before quantize_")
+
+    def _reader(self, matmul: Node, names: dict[Node, str]) -> str | None:
+        """Notes a linear that reads a norm; returns the gain's name."""
+        sides = _PRODUCTS.get(matmul.target, (0, 1))
+        rows = matmul.args[sides[0]]
+        if not isinstance(rows, Node) or not aten.shape(rows):
+            return None
+        k = aten.shape(rows)[-1]
+        try:
+            norm = find_norm(rows, k) if isinstance(k, int) else None
+        except Decline:
+            return None
+        use = None if norm is None else self._use(norm[0], names)
+        if use is None:
+            return None
+        path = module_path(matmul)
+        if path not in use.linears:
+            use.linears.append(path)
+        weight = self._weight(matmul.args[sides[1]], names)
+        if matmul.target not in _PRODUCTS or weight is None:
+            use.block(f"{path or matmul.name}: not a linear with one weight ({matmul.target})")
+            return None
+        reader = Reader(path, *weight)
+        if reader not in use.readers:
+            use.readers.append(reader)
+        return use.gain
+
+    def _weight(self, operand: Any, names: dict[Node, str]) -> tuple[str, int] | None:
+        """Name of the parameter behind a matmul's right operand, and the axis it is contracted
+        over.
+        """
+        node, axis = operand, 0
+        while isinstance(node, Node) and node not in names:
+            if node.target in aten.PERMUTES:
+                axis = 1 - axis
+            elif node.target is not aten.CONVERT:
+                return None
+            node = node.all_input_nodes[0]
+        if not isinstance(node, Node) or len(aten.shape(node)) != 2:
+            return None
+        return names[node], axis
+
+    def _follow_gain(self, start: Node, use: GainUse, readers: dict[Node, str]) -> None:
+        for node, user in _reached(start):
+            ours = (
+                readers.get(user) == use.gain
+                and user.args[_PRODUCTS.get(user.target, (0, 1))[0]] is node
+            )
+            if not ours:
+                use.block(f"also read by {_who(user)}, which is no linear of this norm")
+
+    def _follow_weight(self, start: Node, name: str, readers: dict[Node, str]) -> None:
+        seen = self._weights.setdefault(name, [])
+        for node, user in _reached(start):
+            sides = _PRODUCTS.get(user.target)
+            as_weight = sides is not None and user.args[sides[1]] is node
+            seen.append((readers.get(user, "") if as_weight else "", _who(user)))
+
+    def result(self) -> list[GainUse]:
+        for use in self.gains.values():
+            self._finish(use)
+        return list(self.gains.values())
+
+    def _finish(self, use: GainUse) -> None:
+        """What only all graphs together, and the parameters' names, can tell."""
+        if use.kinds - {"w", "1+w"} or len(use.kinds) > 1:
+            use.block(
+                f"the gain is {' and '.join(sorted(use.kinds))} of the parameter, not w or 1+w"
+            )
+        shared = self.parameters.overlapping(use.gain)
+        if shared:
+            use.block(f"{use.gain} is {', '.join(shared)} as well")
+        for reader in use.readers:
+            tied = self.parameters.overlapping(reader.weight)
+            if tied:
+                use.block(f"{reader.weight} is tied to {', '.join(tied)}")
+            for gain, who in self._weights.get(reader.weight, []):
+                if gain != use.gain:
+                    other = f" with the gain {gain}" if gain else ""
+                    use.block(f"{reader.weight} is also read by {who}{other}")
+
+
+def _reached(start: Node) -> list[tuple[Node, Node]]:
+    """Where values made of ``start`` element by element end: (last such node, its reader)."""
+    seen = {start}
+    queue = [start]
+    ends: list[tuple[Node, Node]] = []
+    for node in queue:
+        for user in node.users:
+            if user.target in aten.SYM_SIZE or user.target in aten.METADATA_ASSERTS:
+                continue
+            passes = aten.is_pointwise(user) or aten.keeps_order(user) or aten.moves(user)
+            if passes and user.target not in aten.MATMULS:
+                if user not in seen:
+                    seen.add(user)
+                    queue.append(user)
+            else:
+                ends.append((node, user))
+    return ends
+
+
+def _who(node: Node) -> str:
+    """A reader, for people."""
+    if node.op == "output":
+        return "what the model returns, or another graph"
+    path = module_path(node)
+    return f"{path} ({node.target})" if path else f"{node.target}"
