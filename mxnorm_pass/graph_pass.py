@@ -208,7 +208,8 @@ class MXNormPass(CustomGraphPass):
             if name not in ("require_rewrites", "strict", "dump_dir")
         }
         digest.update(repr(sorted(relevant.items())).encode())
-        digest.update(repr(sorted(self.config.calibration().items())).encode())
+        fitted = self.config.calibration()
+        digest.update(repr((sorted(fitted.items()), sorted(fitted.blocks.items()))).encode())
         off = sorted(switched_off(self.config))
         around = (list(earlier), disabled(), off, opaque.identity(), kernels.chosen())
         digest.update(repr(around).encode())
