@@ -17,7 +17,7 @@ from mxnorm_pass import compat
 from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.graph_pass import MXNormPass, switched_off
 from mxnorm_pass.inner import compile_inner, run_eagerly
-from mxnorm_pass.report import GraphReport, Report, RewriteError, dump, store
+from mxnorm_pass.report import GraphReport, Report, RewriteError, dump, generated, store
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,10 @@ class MXNormBackend:
         key = store.key(gm, example_inputs, graph_pass.identity())
         # compile_fx owns the graph that it is given; the copy shares parameters and buffers.
         spare = GraphModule(gm, copy.deepcopy(gm.graph))
-        compiled = _compile(gm, example_inputs, config, patches)
+        collector = generated.Collector(compile_inner)
+        compiled = _compile(gm, example_inputs, config, patches, collector)
         graphs = graph_pass.report.graphs
+        generated.attach(graphs, collector.code)
         if graphs:
             store.save(key, graphs)
         else:
@@ -104,6 +106,7 @@ def _compile(
     example_inputs: Sequence[Any],
     config: MXNormConfig,
     patches: dict[str, Any],
+    inner: Callable[..., Any] = compile_inner,
 ) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
@@ -118,9 +121,7 @@ def _compile(
                 config_patches=patches,
             )
     else:
-        compiled = compile_fx(
-            gm, example_inputs, inner_compile=compile_inner, config_patches=patches
-        )
+        compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
     return compiled  # type: ignore[return-value]
 
 
@@ -130,7 +131,7 @@ def backend(config: MXNormConfig | None = None, **options: Any) -> MXNormBackend
     Args:
         config: all options at once, or
         options: the fields of :class:`MXNormConfig` that differ from its defaults (from
-        ``config``).
+            ``config``).
 
     Raises:
         ValueError: for an unknown option or a value that is not allowed.

@@ -23,6 +23,7 @@ from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import Declined, Found, Site, aten, find_sites, opaque
 from mxnorm_pass.report import GraphReport, Report, RewriteError, SiteReport
 from mxnorm_pass.report.dump import Dump
+from mxnorm_pass.report.subgraph import Camera
 from mxnorm_pass.rewrite import Applied, Edit, absorb, residual_sum, rewrite_site
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,10 @@ class MXNormPass(CustomGraphPass):
             with unset_fake_temporarily(), torch.no_grad():
                 found = find_sites(graph, self.config)
             _leave_alone(found, self.config)
+            camera = Camera(graph)
+            camera.before(found.sites, found.declined)
             self._rewrite(graph, found, result, training)
+            camera.after(result)
         except Exception:
             if self.config.strict:
                 raise
@@ -246,7 +250,10 @@ def _leave_alone(found: Found, config: MXNormConfig) -> None:
         else:
             continue
         found.sites.remove(site)
-        found.declined.append(Declined(site.id, site.path, site.consumers, reason, detail))
+        anchor = site.readers[0].cast.anchor
+        found.declined.append(
+            Declined(site.id, site.path, site.consumers, reason, detail, anchor=anchor)
+        )
 
 
 def _spec(site: Site) -> dict[str, Any]:

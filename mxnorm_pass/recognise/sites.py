@@ -127,6 +127,8 @@ class Found:
 
     A site's id is the norm's module path (``?`` where it has none) and a count of what was found at
     that path, in graph order: names to switch a site off by, which hold from process to process.
+    anchor: Node | None = None
+    """Of the cast, where one was found."""
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -304,3 +306,4 @@ def _decline(found: Found, site: CastSite, why: Decline) -> None:
     node = "" if why.node is None else why.node.name
     declined = found.decline(path, names, why.reason, why.detail, node)
     declined.computed, declined.expected = why.computed, why.expected
+    declined.anchor = site.anchor

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mxnorm_pass.report.picture import Launch, Sources, View
 from mxnorm_pass.report.text import render
 
 if TYPE_CHECKING:
     from mxnorm_pass.recognise.sites import Declined
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 class RewriteError(RuntimeError):
@@ -40,6 +41,9 @@ class SiteReport:
         spec: eps, gain kind and where it is applied, block size, element, scale rule, layout,
             kernel, per-tensor scale; ``residual``: the op forms the row as the sum of two tensors.
         also_read_by: linears that read the norm's output without an MX cast.
+        before: the nodes of the site as they were found; None where they are not known.
+        after: the nodes that stand there since; None for a declined site.
+        kernels: the generated kernels that hold the site's op, where the backend compiled it.
     """
 
     id: str
@@ -53,6 +57,9 @@ class SiteReport:
     node: str = ""
     computed: str = ""
     expected: str = ""
+    before: View | None = None
+    after: View | None = None
+    kernels: list[Launch] = field(default_factory=list)
 
     @classmethod
     def declined(cls, declined: Declined) -> SiteReport:
@@ -81,6 +88,7 @@ class GraphReport:
         seconds: time the pass took.
         from_cache: the compiled graph came from torch's cache, and this report from beside it.
         failure: traceback, where the pass failed on the graph as a whole and left it alone.
+        sources: what the sites' pictures and kernels are made of.
     """
 
     training: bool
@@ -89,6 +97,7 @@ class GraphReport:
     seconds: float = 0.0
     from_cache: bool = False
     failure: str | None = None
+    sources: Sources = field(default_factory=Sources)
 
     @property
     def rewritten(self) -> int:
@@ -112,7 +121,12 @@ class GraphReport:
 
 @dataclass
 class Report:
-    """What was rewritten, what was not, and why; ``print(report)`` gives a table."""
+    """What was rewritten, what was not, and why; ``print(report)`` gives a table.
+
+    Attributes:
+        graphs: one entry per graph that torch.compile handed over.
+        warnings: what the user should know besides.
+    """
 
     graphs: list[GraphReport] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -134,6 +148,19 @@ class Report:
     def __str__(self) -> str:
         return render(self)
 
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The report as one self-contained HTML page, also written to ``path`` where one is given.
+
+        It holds the table of sites and, per site, its nodes before and after as pictures, the lines
+        of code they came from, its spec or its reason, and its generated kernel.
+        """
+        from mxnorm_pass.report.html import render_html
+
+        text = render_html(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
     def to_json(self, path: str | Path | None = None) -> str:
         """The report as JSON text, also written to ``path`` where one is given."""
         content = {"schema": SCHEMA, **dataclasses.asdict(self)}
@@ -153,4 +180,13 @@ class Report:
 
 def _graph(content: dict[str, Any]) -> GraphReport:
     sites: Iterable[dict[str, Any]] = content.pop("sites")
-    return GraphReport(**content, sites=[SiteReport(**site) for site in sites])
+    sources = Sources.from_dict(content.pop("sources"))
+    return GraphReport(**content, sites=[_site(site) for site in sites], sources=sources)
+
+
+def _site(content: dict[str, Any]) -> SiteReport:
+    for name in ("before", "after"):
+        if content[name] is not None:
+            content[name] = View(**content[name])
+    content["kernels"] = [Launch(**launch) for launch in content["kernels"]]
+    return SiteReport(**content)

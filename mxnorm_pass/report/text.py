@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mxnorm_pass.reasons import REASONS
 
@@ -29,7 +29,7 @@ def render(report: Report) -> str:
         lines.append(f"{cached} graph(s) came compiled from torch's cache.")
     scope = _scope(sites)
     if scope:
-        lines.append(f"norms under {scope}:")
+        lines += _wrap(f"norms under {scope}:")
     rows = [("norm", "consumers", "status", "spec"), *(_row(site, scope) for site in sites)]
     if sites:
         lines += _table(rows)
@@ -47,7 +47,9 @@ def render(report: Report) -> str:
         lines += _wrap(f"{reason}: {what}. What you can do: {advice}.")
     for graph in report.graphs:
         if graph.failure:
-            lines += ["the pass failed on a graph, which stays as it was:", graph.failure.rstrip()]
+            lines.append("the pass failed on a graph, which stays as it was:")
+            for line in graph.failure.splitlines():
+                lines += textwrap.wrap(_plain(line), WIDTH, **_VERBATIM) or [""]
     for warning in report.warnings:
         lines += _wrap(f"warning: {warning}")
     return "\n".join(lines)
@@ -77,11 +79,12 @@ def spec_text(site: SiteReport) -> str:
     if not spec:
         return ""
     # rceil_log2 is what everybody calls RCEIL; only the exact variant needs to be told apart.
-    rule = str(spec["scale_rule"]).removesuffix("_log2")
-    parts = [f"{spec['element']}/{spec['block_size']}", rule]
+    rule = str(spec.get("scale_rule", "?")).removesuffix("_log2")
+    parts = [f"{spec.get('element', '?')}/{spec.get('block_size', '?')}", rule]
     if "rms" in spec:
+        gain = spec.get("gain", "?")
         parts.append(str(spec["rms"]))
-        parts.append("no gain" if spec["gain"] == "none" else f"{spec['gain']} {spec['gain_at']}")
+        parts.append("no gain" if gain == "none" else f"{gain} {spec.get('gain_at', '')}")
     if spec.get("residual"):
         parts.append("+add")
     return " ".join(parts)
@@ -103,7 +106,7 @@ def consumers_text(site: SiteReport) -> str:
 
 
 def _table(rows: list[tuple[str, str, str, str]]) -> list[str]:
-    fixed = [max(len(row[i]) for row in rows) for i in (2, 3)]
+    fixed = [min(max(len(row[i]) for row in rows), 36) for i in (2, 3)]
     # What status and spec leave is shared by the two columns of paths.
     room = WIDTH - sum(fixed) - 6
     norm = min(max(len(row[0]) for row in rows), max(room // 2, 10))
@@ -120,6 +123,7 @@ def _table(rows: list[tuple[str, str, str, str]]) -> list[str]:
 
 def _fit(text: str, width: int) -> str:
     """The end of a path says more than its beginning."""
+    text = _plain(text)
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
@@ -130,4 +134,12 @@ def _brief(detail: str) -> str:
 
 
 def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+    return textwrap.wrap(_plain(text), WIDTH, subsequent_indent="  ")
+
+
+_VERBATIM: Any = {"replace_whitespace": False, "drop_whitespace": False}
+
+
+def _plain(text: str) -> str:
+    """One line, whatever a path or a message holds."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
