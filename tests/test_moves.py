@@ -37,12 +37,17 @@ PICKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "split": lambda y, i: y.split([16, 48])[1],
     "repeat_interleave": lambda y, i: y.repeat_interleave(2, 0),
     "flip rows": lambda y, i: y.flip(0),
+    "joined": lambda y, i: torch.cat([y[i], y.flip(0)]),
+    "joined, of the norm itself": lambda y, i: torch.cat([y, y.flip(0)]),
+    "split and joined elsewhere": lambda y, i: torch.cat(y.view(2, 32, K).split(1), 1)[0],
+    "split, turned and joined": lambda y, i: torch.cat([c.flip(0) for c in y.split([16, 48])]),
 }
 STAY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "flip columns": lambda y, i: y.flip(-1),
     "roll columns": lambda y, i: y.roll(1, -1),
     "column slice": lambda y, i: y[:, :64].repeat(1, 2),
-    "cat": lambda y, i: torch.cat([y, y.flip(0)]),
+    "joined columns": lambda y, i: torch.cat([y[:, 64:], y[:, :64]], 1),
+    "joined with others": lambda y, i: torch.cat([y, torch.zeros_like(y)]),
 }
 
 

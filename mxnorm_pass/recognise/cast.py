@@ -17,6 +17,15 @@ from mxnorm_pass.recognise.lift import MAX_PIECE, LiftError
 
 _STORED_DTYPES = (torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
+# A block absmax that leads to one of these is a cast, be its codes known or not (the fnuz elements
+# are those of some accelerators before the OCP's).
+_TELLING = (
+    torch.float8_e8m0fnu,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+
 
 @dataclass(frozen=True)
 class CastSite:
@@ -124,8 +133,7 @@ def cast_site(anchor: Node) -> CastSite | None:
     needed = _ancestors(codes, within={*reached, *packing.between(unpacked, codes)})
     alone = {n for n in reached if not depends(n)}
     scales = _scale_exits(anchor, alone, needed)
-    stored = (torch.float8_e8m0fnu, torch.float8_e4m3fn)
-    if element is None and not any(aten.dtype(n) in stored for n in reached):
+    if element is None and not any(aten.dtype(n) in _TELLING for n in reached):
         return None
     return CastSite(
         anchor=anchor,
@@ -312,12 +320,20 @@ def check_rows(site: CastSite) -> int:
 
 def body(site: CastSite) -> frozenset[Node]:
     """All nodes of a cast behind its chain: the region, and what widens or scales the values."""
-    outside = {site.anchor, site.source, *site.chain}
-    seen: set[Node] = set()
-    queue = [*site.codes, *site.scales]
+    return _behind(site, {site.anchor, site.source, *site.chain}) | site.region
+
+
+def whole(site: CastSite) -> frozenset[Node]:
+    """The body, and the maximum with what it is taken of."""
+    return _behind(site, {site.source, *site.chain}) | body(site)
+
+
+def _behind(site: CastSite, outside: set[Node]) -> frozenset[Node]:
+    queue = [n for n in (site.anchor, *site.codes, *site.scales) if n not in outside]
+    seen = {site.anchor} - outside
     for node in queue:
         for source in node.all_input_nodes:
             if source not in outside and source not in seen:
                 seen.add(source)
                 queue.append(source)
-    return frozenset(seen) | site.region
+    return frozenset(seen)

@@ -1,5 +1,5 @@
-"""Rows that are picked between norm and cast: mixture-of-experts dispatch, the last token of a
-sequence. Norm and cast work row by row, so they commute with it.
+"""Rows that are picked, joined or sent between norm and cast: mixture-of-experts dispatch, the last
+token of a sequence, sequence parallel's gather. Norm and cast work row by row, so they commute.
 """
 
 from __future__ import annotations
@@ -24,12 +24,35 @@ _ALONG_AXIS = {
 """Op -> position of its axis, or axes."""
 
 
+SPLITS = frozenset({_aten.split.Tensor, _aten.split_with_sizes.default})
+_SENDS = frozenset({"all_gather_into_tensor", "all_to_all_single", "wait_tensor"})
+"""Collectives that move whole slices of the first axis."""
+
+
+def sends_rows(node: Node) -> bool:
+    """A collective, or the wait for one, that takes rows to other ranks and changes none."""
+    return (
+        aten.is_collective(node)
+        and str(node.target).split(".")[1] in _SENDS
+        and len(aten.shape(node)) > 1
+    )
+
+
+def first_sent(path: tuple[Node, ...]) -> Node | None:
+    """The first collective of a path."""
+    return next((node for node in path if sends_rows(node)), None)
+
+
 def picks_rows(node: Node) -> bool:
-    """Each row of the output is a whole row of the input."""
+    """Each row of the output is a whole row of the input, maybe another rank's."""
     if not aten.is_call(node) or aten.tensor(node) is None:
         return False
     if aten.is_getitem(node):
         return chunk(node) is not None
+    if node.target is _aten.cat.default:
+        return _joins_rows(node)
+    if sends_rows(node):
+        return True
     source = node.all_input_nodes[0] if node.all_input_nodes else None
     if source is None or node.args[0] is not source:
         return False
@@ -65,7 +88,7 @@ def picks_rows(node: Node) -> bool:
 def chunk(node: Node) -> tuple[int, int, int] | None:
     """Axis, start and end of a piece of a split along a leading axis; None for other nodes."""
     parent = node.all_input_nodes[0]
-    if parent.target not in (_aten.split.Tensor, _aten.split_with_sizes.default):
+    if parent.target not in SPLITS:
         return None
     given = aten.shape(parent.all_input_nodes[0])
     axis: Any = parent.args[2] if len(parent.args) > 2 else 0
@@ -79,26 +102,56 @@ def chunk(node: Node) -> tuple[int, int, int] | None:
     return axis, start, start + sizes[index]
 
 
-def source_of(node: Node) -> Node:
-    """What a move reads; a piece of a split, what is split."""
+def _joins_rows(node: Node) -> bool:
+    """Tensors of one dtype put one behind the other along an axis that is not the last."""
+    rank = len(aten.shape(node))
+    axis = node.args[1] if len(node.args) > 1 else 0
+    return (
+        isinstance(axis, int)
+        and rank > 1
+        and axis % rank != rank - 1
+        # torch lets a tensor of no elements and one axis be joined with any other.
+        and all(len(aten.shape(n)) == rank for n in sources_of(node))
+        and {aten.dtype(n) for n in sources_of(node)} == {aten.dtype(node)}
+    )
+
+
+def sources_of(node: Node) -> list[Node]:
+    """What a move takes rows from: several for a join; for a piece of a split, what is split."""
+    if node.target is _aten.cat.default:
+        return list(dict.fromkeys(node.all_input_nodes))
     source = node.all_input_nodes[0]
-    return source.all_input_nodes[0] if aten.is_getitem(node) else source
+    return [source.all_input_nodes[0] if aten.is_getitem(node) else source]
+
+
+def source_of(node: Node) -> Node:
+    """What the first node of a path reads."""
+    return sources_of(node)[0]
 
 
 def rows_behind(source: Node) -> tuple[Node, tuple[Node, ...]]:
-    """The tensor whose rows ``source`` is made of, and the nodes in between, first one first."""
+    """The tensor whose rows ``source`` is made of, and the nodes in between, in graph order.
+
+    Pieces that were split off and joined again lead back to one tensor; where they do not, nothing
+    before the join counts.
+    """
+    best: tuple[Node, tuple[Node, ...]] = (source, ())
     path: list[Node] = []
-    node = source
-    for _ in range(MAX_PIECE):
+    ends = {source}
+    while len(path) < MAX_PIECE:
+        # The last one in the graph: what is behind it may be behind the others too.
+        node = max(ends)
         reshapes = aten.keeps_order(node) and _keeps_last(node)
-        if not (reshapes or aten.is_widening(node) or picks_rows(node)):
+        picks = picks_rows(node)
+        if not (reshapes or aten.is_widening(node) or picks):
             break
         path.append(node)
-        node = source_of(node)
-    # What comes before the first pick is part of the norm, as far as the norm is concerned.
-    while path and not picks_rows(path[-1]):
-        node = path.pop()
-    return node, tuple(reversed(path))
+        ends.remove(node)
+        ends.update(sources_of(node))
+        # What comes before the first pick is part of the norm, as far as the norm is concerned.
+        if picks and len(ends) == 1:
+            best = (next(iter(ends)), tuple(reversed(path)))
+    return best
 
 
 def _keeps_last(node: Node) -> bool:

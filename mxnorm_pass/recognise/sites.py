@@ -14,8 +14,8 @@ from torch.fx import Graph, Node
 from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.formats import ELEMENT_OF_DTYPE, Cast
 from mxnorm_pass.reasons import Decline
-from mxnorm_pass.recognise import aten, opaque
-from mxnorm_pass.recognise.cast import CastSite, anchors, cast_site, check_rows
+from mxnorm_pass.recognise import aten, moves, opaque
+from mxnorm_pass.recognise.cast import CastSite, anchors, cast_site, check_rows, whole
 from mxnorm_pass.recognise.cast_spec import CastSpec, recognise_cast
 from mxnorm_pass.recognise.consumers import (
     Consumers,
@@ -35,9 +35,7 @@ class Site:
     """One norm and one distinct cast of it, however many linears read them.
 
     Attributes:
-        weights: weight casts that a gain can be folded into, None where it cannot.
         tensor_scale: NVFP4's per-tensor scale, a 0-d node; None for other formats.
-        maxima: nodes ``max(|y|)`` over the whole tensor that per-tensor scales are computed from.
     """
 
     norm: NormSpec
@@ -47,21 +45,31 @@ class Site:
     id: str
     """``<norm path>#<n>``, the same in every process; see :class:`Found`."""
     tensor_scale: Node | None = None
-    maxima: list[Node] = field(default_factory=list)
-    readers: list[Reader] = field(default_factory=list)
+    casts: list[_Recognised] = field(default_factory=list)
+    """Casts of the same function of the same norm."""
     claimed: frozenset[Node] = frozenset()
     """Nodes of all casts of the graph, whatever became of them."""
-    weights: list[WeightCast] | None = field(default_factory=list)
 
-    def add(self, found: _Recognised) -> None:
-        """One more cast of the same function of the same norm."""
-        self.readers.append(found.reader)
-        self.maxima.extend(m for m in found.maxima if m not in self.maxima)
-        if found.weights is None or self.weights is None:
-            self.weights = None
-            return
-        known = {w.site.anchor for w in self.weights}
-        self.weights.extend(w for w in found.weights if w.site.anchor not in known)
+    @property
+    def readers(self) -> list[Reader]:
+        """Each cast, and who reads it."""
+        return [cast.reader for cast in self.casts]
+
+    @property
+    def maxima(self) -> list[Node]:
+        """Nodes ``max(|y|)`` over the whole tensor that per-tensor scales are computed from."""
+        return list(dict.fromkeys(m for cast in self.casts for m in cast.maxima))
+
+    @property
+    def weights(self) -> list[WeightCast] | None:
+        """Weight casts that a gain can be folded into, None where it cannot."""
+        found: dict[Node, WeightCast] = {}
+        for cast in self.casts:
+            if cast.weights is None:
+                return None
+            for weight in cast.weights:
+                found.setdefault(weight.site.anchor, weight)
+        return list(found.values())
 
     @property
     def consumers(self) -> list[str]:
@@ -119,6 +127,8 @@ class Declined:
     node: str = ""
     computed: str = ""
     expected: str = ""
+    anchor: Node | None = None
+    """Of the cast, where one was found."""
 
 
 @dataclass
@@ -127,8 +137,6 @@ class Found:
 
     A site's id is the norm's module path (``?`` where it has none) and a count of what was found at
     that path, in graph order: names to switch a site off by, which hold from process to process.
-    anchor: Node | None = None
-    """Of the cast, where one was found."""
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -200,7 +208,7 @@ def find_sites(graph: Graph, config: MXNormConfig) -> Found:
                 norm, cast, result.k, path, found.new_id(path), result.spec.tensor_scale
             )
             found.sites.append(group)
-        group.add(result)
+        group.casts.append(result)
     # A cast that could not be found by our own fault has no nodes to its name.
     incomplete = any(d.reason == "internal_error" for d in found.declined)
     for node in graph.nodes:
@@ -209,7 +217,52 @@ def find_sites(graph: Graph, config: MXNormConfig) -> Found:
             _note_unanchored_cast(found, node, claimed)
     for group in found.sites:
         group.claimed = frozenset(claimed)
+    _keep_what_is_sent_anyway(found)
     return found
+
+
+def _keep_what_is_sent_anyway(found: Found) -> None:
+    """Decline casts of rows that other ranks sent and that somebody else reads as they are: codes
+    and scales would be sent beside them, not instead.
+    """
+    for site in list(found.sites):
+        # A cast that stays reads the rows in its turn: again until nothing changes.
+        while blocked := next(filter(None, (_sent_anyway(site, c) for c in site.casts)), None):
+            cast, sent, other = blocked
+            site.casts.remove(cast)
+            paths = list(dict.fromkeys(module_path(m) for m in cast.reader.read.matmuls))
+            detail = f"{other.name} reads the rows of {sent.target} as well (at {sent.name})"
+            found.decline(site.path, paths, "collective_between", detail, sent.name)
+        if not site.casts:
+            found.sites.remove(site)
+
+
+def _sent_anyway(site: Site, cast: _Recognised) -> tuple[_Recognised, Node, Node] | None:
+    """The cast, the collective that rows go through, and who else reads them behind it."""
+    sent = moves.first_sent(cast.reader.moves)
+    other = None if sent is None else _other_reader(site, cast.reader, sent)
+    return None if sent is None or other is None else (cast, sent, other)
+
+
+def _other_reader(site: Site, reader: Reader, sent: Node) -> Node | None:
+    """Who reads rows behind ``sent`` and is no cast of this site; None where nobody does.
+
+    Where the collective is recomputed for the backward, only the forward counts: what the backward
+    reads is sent again with and without us.
+    """
+    again = "recompute" in sent.meta and not aten.is_backward(sent)
+    mine = {n for r in site.readers for n in (*r.moves, *r.cast.chain)}
+    mine |= {n for r in site.readers for n in whole(r.cast)}
+    path = (*reader.moves[reader.moves.index(sent) :], *reader.cast.chain)
+    for node in path:
+        for user in node.users:
+            pieces = user.users if user.target in moves.SPLITS else (user,)
+            for piece in pieces:
+                if piece in mine or aten.is_inert(piece) or piece.target in aten.SYM_SIZE:
+                    continue
+                if not (again and aten.is_backward(piece)):
+                    return piece
+    return None
 
 
 def _note_unknown_cast(found: Found, node: Node) -> None:

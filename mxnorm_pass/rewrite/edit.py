@@ -109,7 +109,8 @@ class Edit:
                 for user in list(node.users):
                     self.graph.erase_node(user)
                     erased.add(user)
-            if node.users or node.is_impure():
+            # Ranks compile the same graph, so each lets go of the same collectives.
+            if node.users or (node.is_impure() and not aten.is_collective(node)):
                 continue
             stack.extend(node.all_input_nodes)
             self.graph.erase_node(node)

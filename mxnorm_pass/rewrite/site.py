@@ -19,7 +19,7 @@ from mxnorm_pass.recognise.norm import NormSpec
 from mxnorm_pass.rewrite.bound import peak_bound
 from mxnorm_pass.rewrite.edit import INHERITED, Chain, Edit, scalar, view
 from mxnorm_pass.rewrite.fold import fold_gain
-from mxnorm_pass.rewrite.moves import replay
+from mxnorm_pass.rewrite.moves import Moved
 from mxnorm_pass.theory import correction as gaussian_correction
 
 _aten = torch.ops.aten
@@ -97,8 +97,9 @@ def rewrite_site(
         for i, name in enumerate(("qdata", "scale", "rstd"))
     )
 
+    moved_qdata, moved_scale = (Moved(edit, stored, norm.x) for stored in (qdata, scale))
     for reader in site.readers:
-        codes, scales = (replay(edit, reader.moves, stored, norm.x) for stored in (qdata, scale))
+        codes, scales = moved_qdata.by(reader.moves), moved_scale.by(reader.moves)
         for old in reader.cast.codes:
             edit.replace(old, view(edit, codes, old, norm.x, after=codes))
         for old in reader.cast.scales:
