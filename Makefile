@@ -21,7 +21,7 @@ ZOO_ARGS ?= --write docs/zoo.md
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-SOURCES := $(wildcard mxnorm_pass tests examples benchmarks)
+SOURCES := $(wildcard mxnorm_pass tests examples benchmarks docs)
 
 # Nothing here may reach for a model hub.
 export HF_HUB_OFFLINE := 1
@@ -33,7 +33,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo zoo test quick gpu lint format clean distclean
+.PHONY: help venv demo zoo docs test quick gpu lint format clean distclean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,7 +44,7 @@ venv: $(STAMP) ## build .venv (again only when pyproject.toml or constraints.txt
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned test tools need Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[test,report,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[test,report,docs,dev]'
 	@touch $@
 
 demo: $(STAMP) ## train a small Llama three ways and compare the losses
@@ -52,6 +52,9 @@ demo: $(STAMP) ## train a small Llama three ways and compare the losses
 
 zoo: $(STAMP) ## the pass on every architecture of transformers; hours on 2 cores, resumable
 	$(TEST_ENV) $(BIN)/python benchmarks/zoo.py --jobs $(WORKERS) $(ZOO_ARGS)
+
+docs: $(STAMP) ## build the documentation into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -64,33 +64,32 @@ def _markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _with_error(row: Row, digits: int) -> str:
-    return f"{row.measured:.{digits}f} ± {row.stderr:.{digits}f}"
-
-
 def constants(rows: Sequence[Row]) -> str:
     """c(p, B), computed and drawn."""
-    body = [
-        [LABELS[r.dist], str(r.block), str(r.p), f"{r.predicted:.6f}", _with_error(r, 6),
-         f"{(r.measured - r.predicted) / r.stderr:+.1f}"]
-        for r in pick(rows, table="constant")
-    ]  # fmt: skip
-    head = ["rows", "B", "p", "c by quadrature", "c by simulation", "off by (standard errors)"]
+    found = pick(rows, table="constant")
+    body = []
+    for dist, block in dict.fromkeys((r.dist, r.block) for r in found):
+        cells = [LABELS[dist], str(block)]
+        for r in pick(found, dist=dist, block=block):
+            off = (r.measured - r.predicted) / r.stderr
+            cells += [f"{r.predicted:.6f}", f"{r.measured:.5f} ± {r.stderr:.5f} ({off:+.1f})"]
+        body.append(cells)
+    head = ["rows", "B", "c, p=1", "drawn (standard errors off)", "c, p=2", "drawn"]
     return _markdown(head, body)
 
 
 def errors(rows: Sequence[Row]) -> str:
     """Spread of the estimate against row length."""
+    found = pick(rows, table="error", p=2, block=32)
     body = []
-    for r in pick(rows, table="error", p=2, block=32):
-        if r.k in (1, 8, 24, 32, 128, 256, 512):
-            predicted = "" if math.isnan(r.predicted) else f"{r.predicted:.2%}"
-            body.append(
-                [LABELS[r.dist], str(r.k), str(r.k * r.block), f"{r.measured:.2%}",
-                 f"{r.stderr:.2%}", predicted]
-            )  # fmt: skip
-    head = ["rows", "K", "D", "measured", "its standard error", "`theory.error_sd`"]
-    return _markdown(head, body)
+    for k in (1, 8, 32, 128, 256, 512):
+        cells = [str(k), str(32 * k)]
+        for dist in LABELS:
+            (r,) = pick(found, dist=dist, k=k)
+            predicted = "" if math.isnan(r.predicted) else f" ({r.predicted:.2%})"
+            cells.append(f"{r.measured:.2%} ± {r.stderr:.2%}{predicted}")
+        body.append(cells)
+    return _markdown(["K", "D", *LABELS.values()], body)
 
 
 def biases(rows: Sequence[Row]) -> str:
