@@ -297,9 +297,8 @@ class MXNormLinear(nn.Module):
         eps: inside the root.
         rms: ``p1``, ``p2`` or ``exact``.
         fold: gain in the weight (training) or in the row.
-        norm_dtype: what ``x * rho`` is rounded to before the gain, where the gain is in the row and
-        for
-            dW: bfloat16 for transformers' Llama, float32 for torch's RMSNorm.
+        norm_dtype: what ``x * rho`` is rounded to before the gain, where the gain is in the row,
+            and for dW: bfloat16 for transformers' Llama, float32 for torch's RMSNorm.
         cast: the microscaling cast of every operand.
     """
 
