@@ -146,6 +146,12 @@ def inductor_options(config: MXNormConfig | None = None) -> dict[str, Any]:
 
     Passes that Inductor's config holds at the time of this call stay on the hook and run first. The
     pass is ``options["joint_custom_pre_pass"]``; its ``report`` is filled as graphs are compiled.
+
+    Args:
+        config: options of the pass.
+
+    Raises:
+        ValueError: for ``inner="eager"``, which needs the backend.
     """
     chosen = config or MXNormConfig()
     if chosen.inner != "inductor":
@@ -177,6 +183,9 @@ def mxnorm_exact(
 
 def last_report(name: str = "mxnorm") -> Report:
     """What the backends given by name, ``"mxnorm"`` and ``"mxnorm_exact"``, did in this process.
+
+    Args:
+        name: of the backend.
 
     Raises:
         ValueError: for another name.

@@ -21,7 +21,7 @@ DEFAULT_CAST = Cast("e4m3", 32, "rceil_log2", "reciprocal", "clamp")
 
 
 def rms_estimate(x: Tensor, block_size: int, p: int, correction: float | None = None) -> Tensor:
-    """``c * (mean_k m_k^p)^(1/p)``, float32 ``[..., 1]``.
+    """``c * (mean_k m_k^p)^(1/p)``, float32 ``[..., 1]``: the estimator of arXiv 2603.13180.
 
     Args:
         x: ``[..., K]``, K a multiple of ``block_size``.
@@ -39,10 +39,17 @@ def rms_estimate(x: Tensor, block_size: int, p: int, correction: float | None = 
 def rstd(
     x: Tensor, eps: float, rms: str = "p2", block_size: int = 32, correction: float | None = None
 ) -> Tensor:
-    """``rsqrt(rms^2 + eps)``, float32 ``[..., 1]``; ``rms`` is ``p1``, ``p2`` or ``exact``.
+    """``rsqrt(rms^2 + eps)``, float32 ``[..., 1]``.
 
     eps stands inside the root, as in RMSNorm (the authors' earlier code has it outside: a stated
     deviation that matters for rows whose rms is near ``sqrt(eps)``).
+
+    Args:
+        x: rows ``[..., K]``, any floating dtype; computed in float32.
+        eps: in units of ``x`` squared.
+        rms: ``p1`` or ``p2``, the estimate; ``exact``, the mean of squares.
+        block_size: elements per block, a divisor of K; ignored by ``exact``.
+        correction: c(p, block_size); by default the constant of Gaussian rows.
     """
     if rms == "exact":
         square = x.float().square().mean(-1, keepdim=True)
@@ -58,14 +65,34 @@ def normalise(
     norm_dtype: torch.dtype = torch.float32,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``x * rho``, rounded to ``norm_dtype``, times the gain, rounded to ``out_dtype`` (x's)."""
+    """``x * rho``, rounded to ``norm_dtype``, times the gain, rounded to ``out_dtype``.
+
+    Args:
+        x: rows ``[..., K]``.
+        rho: reciprocal RMS, float32 ``[..., 1]``.
+        gain: ``[K]``, or None.
+        norm_dtype: what is rounded to ahead of the gain: bfloat16 for transformers' Llama.
+        out_dtype: of the result ``[..., K]``; by default that of ``x``.
+    """
     h = (x.float() * rho).to(norm_dtype)
     y = h if gain is None else h.float() * gain.float()
     return y.to(out_dtype or x.dtype)
 
 
 def scale_exponent(absmax: Tensor, element: Element, rule: str) -> Tensor:
-    """Biased E8M0 exponent as int64, by the definition of the rule; ``absmax`` float32."""
+    """Biased E8M0 exponent, by the definition of the rule (OCP MX specification, torchao).
+
+    Args:
+        absmax: largest magnitude of each block, float32, any shape.
+        element: what the block is stored in.
+        rule: ``floor``, ``ceil``, ``even``, ``rceil_log2`` or ``rceil_exact``.
+
+    Returns:
+        int64 of the same shape: 0 to 254, and 255 for NaN.
+
+    Raises:
+        ValueError: for another rule.
+    """
     a = absmax.double()
     if rule in ("floor", "ceil", "even"):
         mantissa, exponent = torch.frexp(a)  # a = mantissa * 2**exponent, mantissa in [1/2, 1)
@@ -105,7 +132,16 @@ def _positive_codes(element: Element) -> Tensor:
 
 
 def round_to_element(scaled: Tensor, element: Element, saturate: str) -> Tensor:
-    """Nearest code by search, ties to the even code; float64 in, element dtype out."""
+    """Nearest code by search, ties to the even code.
+
+    Args:
+        scaled: values in units of their scale, float64, any shape.
+        element: what they are rounded to.
+        saturate: ``clamp`` to the largest finite value, or ``bare``: as torch's own conversion.
+
+    Returns:
+        The element dtype; FP6 and FP4: uint8, one code each. The shape is that of ``scaled``.
+    """
     if saturate == "bare" and not element.sub_byte:
         return scaled.float().to(element.dtype)
     table = _positive_codes(element)
@@ -181,10 +217,16 @@ def dequantize(
     element: Element | None = None,
     tensor_scale: float = 1.0,
 ) -> Tensor:
-    """``qdata * 2**(scale - 127)`` (or ``qdata * scale * tensor_scale``) in ``dtype``.
+    """``qdata * 2**(scale - 127)`` (or ``qdata * scale * tensor_scale``), ``[..., K]``.
 
-    ``element`` has to be named for FP6 and FP4, whose codes are plain bytes. A scale of NaN (byte
-    255) gives NaN.
+    A scale of NaN (byte 255) gives NaN.
+
+    Args:
+        qdata: codes, as :func:`quantize` gives them.
+        scale: block scales, likewise.
+        dtype: of the result; the product is formed in float64.
+        element: has to be named for FP6 and FP4, whose codes are plain bytes.
+        tensor_scale: NVFP4's per-tensor scale.
     """
     if element is None or not element.sub_byte:
         values = qdata.double()
@@ -203,7 +245,15 @@ def dequantize(
 
 
 def fake_quantize(y: Tensor, cast: Cast = DEFAULT_CAST) -> Tensor:
-    """Cast and back, in the dtype of ``y``."""
+    """Cast and back.
+
+    Args:
+        y: ``[..., K]``, K a multiple of the block size.
+        cast: what to do.
+
+    Returns:
+        The same shape and dtype.
+    """
     return dequantize(*quantize(y, cast), y.dtype, ELEMENTS[cast.element])
 
 

@@ -274,7 +274,12 @@ def correction(p: float, block_size: int, dist: str = "gaussian") -> float:
 def inverse_correction(p: float, block_size: int, dist: str = "gaussian") -> float:
     """``C = 1/c``, for those who write ``rho~ = C * (mean_k m_k^p)^(-1/p)``.
 
-    Same arguments as `correction`; 2.389 for ``p=2, B=32`` on Gaussian rows.
+    2.389 for ``p=2, B=32`` on Gaussian rows.
+
+    Args:
+        p: as in `correction`.
+        block_size: as in `correction`.
+        dist: as in `correction`.
     """
     return 1.0 / correction(p, block_size, dist)
 
@@ -332,6 +337,9 @@ def error_sd(p: float, block_size: int, d: int, dist: str = "gaussian") -> float
 
     Returns:
         The standard deviation as a fraction: 0.0135 is 1.35%.
+
+    Raises:
+        ValueError: for an argument outside these ranges.
     """
     v = log_sd(p, block_size, dist)
     _check_count("d", d)
@@ -415,6 +423,9 @@ def computed_bound(rms: str, c: float, k: int, block_size: int, *, bf16: int = 0
         k: elements per row.
         block_size: elements per block.
         bf16: how many times the value is rounded to bfloat16 before it is cast.
+
+    Raises:
+        ValueError: for another ``rms``, or a count below one.
     """
     _check_count("k", k)
     _check_count("block_size", block_size)

@@ -124,6 +124,24 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert set(mxnorm_pass.__all__) <= last
 
 
+def test_reference_says_what_goes_in_and_what_can_go_wrong() -> None:
+    """Every function of the reference documents its parameters, and the errors that it raises."""
+    griffe = pytest.importorskip("griffe")
+    package = griffe.load("mxnorm_pass", search_paths=[ROOT], docstring_parser="google")
+    listed = re.findall(r"^::: mxnorm_pass\.([\w.]+)", (DOCS / "api.md").read_text(), re.MULTILINE)
+    objects = [package[name] for name in listed]
+    objects = [o.final_target if o.is_alias else o for o in objects]
+    objects += [m for o in objects if o.is_module for m in o.functions.values()]
+    functions = [o for o in objects if o.is_function and not o.name.startswith("_")]
+    assert len(functions) > 20
+    for function in functions:
+        assert function.docstring is not None, function.path
+        sections = {s.kind.value for s in function.docstring.parsed}
+        assert not list(function.parameters) or "parameters" in sections, function.path
+        raising = any(line.lstrip().startswith("raise ") for line in function.lines)
+        assert not raising or "raises" in sections, function.path
+
+
 # --- the picture ----------------------------------------------------------------------------------
 
 
