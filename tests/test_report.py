@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import HandLinear, inference_block, rows
+from models import HandLinear, hand_model, inference_block, rows
 
 from mxnorm_pass import Report, backend, explain, theory
 from mxnorm_pass.cli import main
@@ -184,6 +184,25 @@ def test_kernels_on_aten_calls() -> None:
     (site,) = ours.report.sites
     (launch,) = site.kernels
     assert "torch.ops.mxnorm.rmsnorm_mxquant.default(" in launch.call and "'p2'" in launch.call
+
+
+@pytest.mark.cuda
+def test_kernels_on_a_gpu() -> None:
+    """Our Triton kernel with its launch, for each of two sites its own."""
+    model = hand_model(512).cuda()[0]
+    ours = backend(strict=True)
+    with torch.no_grad():
+        torch.compile(model, backend=ours)(rows(64, 512, dtype=torch.float32).cuda())
+    (graph,) = ours.report.graphs
+    assert [site.spec["kernel"] for site in graph.sites] == ["triton", "triton"]
+    calls = []
+    for site in graph.sites:
+        found = [(graph.sources.kernels[k.kernel], k.call) for k in site.kernels]
+        ((kernel, call),) = [f for f in found if "rmsnorm_mxquant_kernel" in f[0].name]
+        assert kernel.language == "triton" and "def rmsnorm_mxquant_kernel(" in kernel.code
+        assert f"{kernel.name}.run(" in call
+        calls.append(call)
+    assert calls[0] != calls[1]
 
 
 def test_triton_kernels_are_found() -> None:

@@ -67,7 +67,7 @@ def render_html(report: Report) -> str:
         ],
         # Ours, or made safe by _script_json; everything else is escaped.
         css=Markup(_asset("report.css")),
-        js=Markup(_asset("report.js")),
+        js=Markup(_script()),
         data=Markup(_script_json(payload(report))),
         viz=Markup(_viz()),
     )
@@ -200,6 +200,12 @@ def _script_json(content: Any) -> str:
 @cache
 def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
+
+
+@cache
+def _script() -> str:
+    parts = "\n".join(map(_asset, ("common.js", "pictures.js", "report.js")))
+    return f'"use strict";\n(() => {{\n{parts}}})();'
 
 
 @cache
