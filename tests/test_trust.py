@@ -16,7 +16,16 @@ from models import HandLinear, hand_model, inference_block, rows
 from torch import Tensor, nn
 
 import mxnorm_pass
-from mxnorm_pass import Calibration, Fidelity, MXNormConfig, calibrate, explain, fidelity, reference
+from mxnorm_pass import (
+    Calibration,
+    Fidelity,
+    MXNormConfig,
+    calibrate,
+    explain,
+    fidelity,
+    fold_gains,
+    reference,
+)
 from mxnorm_pass.formats import Cast
 from mxnorm_pass.theory import correction
 
@@ -83,7 +92,7 @@ def test_a_planted_outlier_is_found_at_its_norm_and_its_channel() -> None:
     assert site.median == pytest.approx(1, abs=0.05)
     assert all(not other.channels for other in found().sites if other is not site)
     shown = str(found())
-    assert f"{CHANNEL} (" in shown and f"{PLANTED}#0" in shown
+    assert f"{CHANNEL}: " in shown and f"{PLANTED}#0" in shown
     assert all(len(line) <= 100 for line in shown.splitlines())
 
 
@@ -318,3 +327,22 @@ def test_no_path_no_constant() -> None:
     """A norm that Dynamo knows no module of cannot be named in a file."""
     result = Calibration(2, {}, {"": "it has no module path to be named by"})
     assert "?: no constant" in str(result)
+
+
+@pytest.mark.cuda
+def test_a_gpu_sees_what_the_cpu_sees() -> None:
+    """The kernel in the place of the decomposition; statistics kept on the CPU either way."""
+    model = nn.Sequential(nn.RMSNorm(1024), HandLinear(1024, 32))
+    x = rows(512, 1024, dtype=torch.float32)
+    x[3, 5] = 1000.0
+    (cpu,) = fidelity(model, x).sites
+    c = calibrate(model, x).norms["0"].c
+    (gpu,) = fidelity(model.cuda(), x.cuda()).sites
+    assert gpu.median == pytest.approx(cpu.median, rel=1e-4)
+    assert gpu.worst[0].row == cpu.worst[0].row == (3,)
+    assert [ch.index for ch in gpu.channels] == [ch.index for ch in cpu.channels] == [5]
+    assert gpu.estimate_error == pytest.approx(cpu.estimate_error, rel=1e-2)
+    assert gpu.cast_error == pytest.approx(cpu.cast_error, rel=1e-2)
+    assert calibrate(model, x.cuda()).norms["0"].c == pytest.approx(c, rel=1e-4)
+    with fold_gains(nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 8)).cuda(), x[:8, :64].cuda()) as h:
+        assert len(h.folded) == 1 and h.output_sqnr > 100

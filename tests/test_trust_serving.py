@@ -48,6 +48,7 @@ def loss(output: Any, batch: Tensor) -> Tensor:
     return (output[0].float() - target(batch)).square().mean()
 
 
+@pytest.mark.slow
 def test_a_model_trained_with_the_estimate_serves_on_plain_rmsnorm() -> None:
     """Training learns the estimate's bias; baked into the gain, it is right for the true RMS."""
     batches, weight = data()

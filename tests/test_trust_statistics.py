@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mxnorm_pass.theory import correction, ratio_bounds
 from mxnorm_pass.trust.changes import Changes, Rounding
-from mxnorm_pass.trust.fidelity import ratio_ends
+from mxnorm_pass.trust.measuring import ratio_ends
 from mxnorm_pass.trust.statistics import BINS, Channels, LogHistogram, Noise, WorstRows
 
 LOW, HIGH = 0.4, 2.4

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.theory import correction as gaussian_correction
-from mxnorm_pass.trust.fidelity import ratio_ends
+from mxnorm_pass.trust.measuring import ratio_ends
 from mxnorm_pass.trust.statistics import LogHistogram
 from mxnorm_pass.trust.tables import number, scope, table, wrap
 from mxnorm_pass.trust.taps import Rows, Tapped, mean_squares

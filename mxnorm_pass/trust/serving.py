@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.trust.changes import Changes, Rounding
-from mxnorm_pass.trust.fidelity import ratio_ends
 from mxnorm_pass.trust.gains import gain_values
+from mxnorm_pass.trust.measuring import ratio_ends
 from mxnorm_pass.trust.statistics import LogHistogram
 from mxnorm_pass.trust.tables import decibel, number, scope, table, wrap
 from mxnorm_pass.trust.taps import Rows, Tapped, mean_squares

@@ -81,7 +81,7 @@ class LogHistogram:
         return float(self.counts[(centres >= low) & (centres <= high)].sum()) / self.count
 
 
-@dataclass(order=True)
+@dataclass(frozen=True)
 class Worst:
     """A row far off.
 
@@ -100,10 +100,10 @@ class Worst:
 
 @dataclass
 class WorstRows:
-    """The ``size`` rows that are furthest off, of all that were seen."""
+    """The ``size`` rows that are furthest off; of equal ones those of the first batches."""
 
     size: int
-    _heap: list[Worst] = field(default_factory=list)
+    _heap: list[tuple[float, int, int, Worst]] = field(default_factory=list)
 
     def add(self, ratio: Tensor, batch: int) -> None:
         """Ratios ``[...]`` of one batch's rows; those that are not finite are not looked at."""
@@ -119,7 +119,8 @@ class WorstRows:
             for size in reversed(ratio.shape):
                 rest, at = divmod(rest, size)
                 row.append(at)
-            entry = Worst(value, batch, tuple(reversed(row)), float(flat[place]))
+            worst = Worst(value, batch, tuple(reversed(row)), float(flat[place]))
+            entry = (value, -batch, -place, worst)
             if len(self._heap) < self.size:
                 heapq.heappush(self._heap, entry)
             else:
@@ -127,7 +128,7 @@ class WorstRows:
 
     def sorted(self) -> list[Worst]:
         """Furthest off first."""
-        return sorted(self._heap, key=lambda w: (-w.off, w.batch, w.row))
+        return [worst for *_, worst in sorted(self._heap, reverse=True)]
 
 
 @dataclass(frozen=True)

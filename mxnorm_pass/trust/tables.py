@@ -68,22 +68,23 @@ def scope(paths: Sequence[str]) -> str:
 def site_table(sites: Sequence[SiteFidelity]) -> list[str]:
     """One line per site."""
     under = scope([site.norm for site in sites])
-    head = ["site", "median", "1%", "99%", "sd", "in 5%", "worst"]
-    head += ["channel", "est. dB", "cast dB", "advice"]
+    head = ["site", "median", "1%", "99%", "sd%", "<5%", "worst"]
+    head += ["channel", "est.", "cast", "advice"]
     rows = [head]
+    alone = all(site.id == f"{site.norm}#0" for site in sites)
     for site in sites:
-        name = site.id.removeprefix(f"{under}.") if under else site.id
+        name = site.norm if alone else site.id
         channel = site.channels[0] if site.channels else None
         rows.append(
             [
-                name,
+                name.removeprefix(f"{under}.") if under else name,
                 number(site.median, ".3f"),
                 number(site.quantiles["0.01"], ".3f"),
                 number(site.quantiles["0.99"], ".3f"),
-                number(100 * site.sd, ".1f") + "%",
-                number(100 * site.within, ".0f") + "%",
+                number(100 * site.sd, ".1f"),
+                number(100 * site.within, ".0f"),
                 number(site.worst[0].ratio if site.worst else math.nan, ".3f"),
-                f"{channel.index} ({channel.peak:.0%})" if channel else "",
+                f"{channel.index}: {channel.peak:.0%}" if channel else "",
                 decibel(site.estimate_sqnr),
                 decibel(site.cast_sqnr) + ("*" if site.measured_at == "rows" else ""),
                 site.advice.upper() if site.flagged else "",
@@ -92,9 +93,9 @@ def site_table(sites: Sequence[SiteFidelity]) -> list[str]:
     lines = [f"norms under {under}:"] if under else []
     lines += table(rows)
     lines += wrap(
-        "Columns: estimate/true RMS over the rows; the leading outlier channel, and the most that "
-        "it has of a row's energy; signal to noise of the linears' outputs: what the estimate "
-        "adds, and what the MX cast alone makes."
+        "Estimate/true RMS over the rows: median, quantiles, spread, rows within 5%, furthest row. "
+        "The leading outlier channel and the most that it has of a row's energy. Signal to noise "
+        "of the linears' outputs in dB: what the estimate adds, what the MX cast alone makes."
     )
     if any(site.measured_at == "rows" for site in sites):
         lines += wrap("*: of the dequantised rows, since no linear's plain weight could be had.")
