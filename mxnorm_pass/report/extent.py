@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
@@ -71,6 +71,13 @@ def of_site(site: Site) -> Extent:
     for node in [n for n, role in found.roles.items() if role == "norm"]:
         if aten.same_shape(aten.shape(node), size):
             _add_backward(found, node)
+    # The other casts of the norm's output, along tokens, that the backward makes.
+    columns: Any = getattr(site, "columns", None)
+    for column in columns.found if columns is not None else ():
+        for reader in column.readers:
+            stored = (*reader.codes, *reader.scales)
+            _add_behind(found, (*stored, reader.anchor), "column cast")
+            found.add((user for node in stored for user in node.users), "backward")
     return found
 
 

@@ -23,6 +23,7 @@ Role = Literal[
     "dequantise",
     "matmul",
     "weight cast",
+    "column cast",
     "backward",
     "reader",
     "rewrite",

@@ -11,7 +11,7 @@ const COLOURS = {
 const SIGNS = { "": "", removed: "\u2212 ", changed: "~ ", new: "+ ", failed: "\u2717 " };
 const OUTSIDE = new Set(["input", "row", "gain"]);
 const TITLES = { norm: "RMSNorm", pick: "picks rows", cast: "MX cast", dequantise: "dequantise",
-  "weight cast": "weight cast", backward: "backward", reader: "read elsewhere", rewrite: "views and conversions" };
+  "weight cast": "weight cast", "column cast": "MX cast along tokens", backward: "backward", reader: "read elsewhere", rewrite: "views and conversions" };
 // Drawn as one box where they hang together; the op and its results stand alone.
 const together = (n) => n[NODE.role] in TITLES && !/^(mxnorm\.|getitem$)/.test(n[NODE.op]);
 
