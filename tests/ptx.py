@@ -16,7 +16,8 @@ What the ISA says of ``cvt`` with two float32 sources ``d, a, b``:
 - ``.rp`` to E8M0: the least power of two not below, from 2^-127 to 2^127.
 
 ``add.rn.bf16x2`` and ``mul.rn.bf16x2`` (sm_90) round the exact result once, keep subnormals, and
-give the canonical NaN 0x7fff.
+give the canonical NaN 0x7fff. ``max.NaN.xorsign.abs.bf16x2`` gives the larger magnitude with the
+exclusive or of the signs, and the canonical NaN where one of the two is NaN.
 """
 
 from __future__ import annotations
@@ -187,10 +188,19 @@ class _Block:
             self.write(target, width, self.read(source, width))
 
 
-_BF16X2 = {"add.rn.bf16x2": np.add, "mul.rn.bf16x2": np.multiply}
+def _larger(a: Array, b: Array) -> Array:
+    magnitude = np.maximum(np.abs(a), np.abs(b))
+    return np.where(np.signbit(a) != np.signbit(b), -magnitude, magnitude)
 
 
-def _packed_bf16(operation: np.ufunc, a: Array, b: Array) -> Array:
+_BF16X2: dict[str, Callable[[Array, Array], Array]] = {
+    "add.rn.bf16x2": np.add,
+    "mul.rn.bf16x2": np.multiply,
+    "max.NaN.xorsign.abs.bf16x2": _larger,
+}
+
+
+def _packed_bf16(operation: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
     """Both halves, rounded once.
 
     Products are exact in float64; so are sums, or one term lies so far below the other that it

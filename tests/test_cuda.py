@@ -26,11 +26,21 @@ CASTS = [
 ]
 
 
-def launched(x: Tensor, cast: str, hw: int, rms: str = "p2", gain: Tensor | None = None) -> tuple:
+def launched(
+    x: Tensor,
+    cast: str,
+    hw: int,
+    rms: str = "p2",
+    gain: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple:
+    """``dtype``: what is rounded to, before the gain and behind it."""
     from mxnorm_pass.ops.kernels import launch
 
-    spec = Cast.parse(cast)
-    return launch.rmsnorm_mxquant(x, None, gain, None, None, 1e-5, rms, 0.41, F32, spec, hw)[:3]
+    spec, rounding = Cast.parse(cast), (dtype, dtype)
+    return launch.rmsnorm_mxquant(x, None, gain, None, None, 1e-5, rms, 0.41, rounding, spec, hw)[
+        :3
+    ]
 
 
 def rows(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -59,15 +69,18 @@ def agrees(got: tuple, expected: tuple, what: str) -> None:
     assert_same_cast((q[same], s[same]), (eq[same], es[same]), what)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cast", CASTS)
-def test_the_chips_conversions_give_the_bytes_of_integer_arithmetic(cast: str) -> None:
+def test_the_chips_conversions_give_the_bytes_of_integer_arithmetic(
+    cast: str, dtype: torch.dtype
+) -> None:
     from mxnorm_pass.ops.kernels import hardware
 
     x = rows(128, 640)
     gain = torch.randn(640, device="cuda")
-    for given in (None, gain):
-        got = launched(x, cast, hardware(x.device), gain=given)
-        expected = launched(x, cast, 0, gain=given)
+    for given in (None, gain, gain.to(dtype)):
+        got = launched(x, cast, hardware(x.device), gain=given, dtype=dtype)
+        expected = launched(x, cast, 0, gain=given, dtype=dtype)
         assert_same_bytes(got[2], expected[2], "rstd")
         assert_same_bytes(got[1], expected[1], "scale")
         if Cast.parse(cast).layout == "plain":

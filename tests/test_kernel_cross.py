@@ -17,6 +17,7 @@ from mxnorm_pass.formats import E8M0_RULES, ELEMENTS, Cast
 
 pytest.importorskip("triton")
 
+from mxnorm_pass.ops.kernels.constants import row_config
 from mxnorm_pass.ops.kernels.inspect import (
     ARCHITECTURES,
     Compiled,
@@ -139,7 +140,7 @@ def faults(arch: int, variant: Variant) -> Iterator[str]:
     flushing = {line.split()[0] for line in built.ptx.splitlines() if ".ftz" in line}
     yield from (name for name in flushing - {"rsqrt.approx.ftz.f32"})
 
-    # Rows and gains are loaded and stored in full 16 bytes, FP4's codes in 8 at least.
+    # Rows and gains are loaded in full 16 bytes; codes leave in as many as a thread has of a tile.
     threads, bits = built.warps * 32, 128
     sizes = [d.itemsize for d in (variant.x, variant.residual, variant.gain) if d is not None]
     loads = built.matching(rf"LDG\.E\.(\w\w\.)?{bits}")
@@ -148,9 +149,11 @@ def faults(arch: int, variant: Variant) -> Iterator[str]:
     narrow = built.matching("LDG") - loads
     if narrow > variant.tensor_scale:
         yield f"{narrow} narrower loads"
-    stores = r"STG\.E\.(\w\w\.)?" + ("(128|64)" if variant.spec.element == "e2m1" else "128")
-    if not built.matching(stores):
-        yield "no wide store"
+    block = variant.spec.block_size
+    tile = row_config(variant.k, block, variant.gain is not None).tile * block // threads
+    wide = min(tile // ELEMENTS[variant.spec.element].per_byte, 16)
+    if not built.matching(r"STG\.E" + {16: r"\.(\w\w\.)?128", 8: r"\.(\w\w\.)?64", 4: "$"}[wide]):
+        yield f"no store of {wide} bytes"
     if built.spills or built.matching("LDL|STL"):
         yield f"{built.spills} bytes of local memory"
     if built.matching("UBLKCP|UTMA"):

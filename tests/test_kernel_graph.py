@@ -74,7 +74,7 @@ def test_only_outputs_are_written(cast: str, k: int, with_all: bool) -> None:
         **dict.fromkeys(("x_stride", "r_stride"), k),
         "eps": 1e-5,
         "correction": 0.2,
-        **constants(spec, k, "p2", BF16, 1),
+        **constants(spec, k, "p2", BF16, 1, gain=with_all),
     }
     outputs = {"qdata_ptr", "scale_ptr", "rstd_ptr"} | ({"sum_ptr"} if with_all else set())
     assert written(rmsnorm_mxquant_kernel, arguments) == outputs
@@ -96,7 +96,7 @@ def test_only_the_partial_maxima_are_written() -> None:
         "x_stride": 4096,
         "eps": 1e-5,
         "correction": 0.2,
-        **absmax_constants(16, 4096, "p2", BF16, 1),
+        **absmax_constants(16, 4096, "p2", BF16, 1, gain=True),
         "PROGRAMS": 1024,
     }
     assert written(rmsnorm_absmax_kernel, arguments) == {"partial_ptr"}

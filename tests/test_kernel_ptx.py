@@ -146,7 +146,7 @@ def call(block: ptx.InlineAssembly, *inputs: Tensor) -> list[Tensor]:
 
 def name(block: ptx.InlineAssembly) -> str:
     """The one instruction that the block is there for."""
-    names = set(re.findall(r"\b((?:cvt\.r|mul|add)\S+)", block.text))
+    names = set(re.findall(r"\b((?:cvt\.r|mul|add|max)\S+)", block.text))
     assert len(names) == 1, names
     return names.pop()
 
@@ -212,11 +212,25 @@ def test_arithmetic_on_pairs_of_bfloat16(operation: str) -> None:
     assert int(tiny.sum()) > 1000 or operation == "add"
 
 
+def test_larger_magnitudes_of_pairs_of_bfloat16() -> None:
+    pytest.importorskip("triton")
+    (block,) = (b for b in assembly(90) if name(b) == "max.NaN.xorsign.abs.bf16x2")
+    words = torch.randint(-(2**31), 2**31, (2, 1 << 19), generator=torch.Generator().manual_seed(2))
+    words = words.to(torch.int32)
+    # Some pairs that are equal but for the sign, and all that is special.
+    words[1, ::3] = words[0, ::3] ^ -2147450880
+    words[1, ::1000] = 0x7F80FFC0
+    words[0, ::700] = -0x80
+    (got,) = call(block, *words)
+    a, b = words.view(torch.bfloat16).view(2, -1).float().abs()
+    assert_same_bytes(got.view(torch.bfloat16).view(-1).abs(), torch.maximum(a, b).bfloat16())
+
+
 def test_nothing_else_is_assembly() -> None:
     """Every block of the compiled kernels is one of those tested above."""
     pytest.importorskip("triton")
     elements = {f"cvt.rn.satfinite.{e}x2.f32" for e in ELEMENTS}
-    pairs = {"cvt.rn.bf16x2.f32", "add.rn.bf16x2", "mul.rn.bf16x2"}
+    pairs = {"cvt.rn.bf16x2.f32", "add.rn.bf16x2", "mul.rn.bf16x2", "max.NaN.xorsign.abs.bf16x2"}
     blackwell = elements | pairs | {"cvt.rp.satfinite.ue8m0x2.f32", "mul.rn.f32x2"}
     assert sorted(map(name, assembly(100))) == sorted(blackwell)
     hopper = {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"} | pairs

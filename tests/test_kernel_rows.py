@@ -18,6 +18,7 @@ from numerics import bits
 from torch import Tensor
 
 from mxnorm_pass.formats import APPLIES, BLOCK_SIZES, E8M0_RULES, ELEMENTS, LAYOUTS, SATURATES
+from mxnorm_pass.ops.kernels.constants import Config, row_config
 from mxnorm_pass.ops.rmsnorm_mxquant import RMS_KINDS, decomposition
 
 pytest.importorskip("triton")
@@ -64,6 +65,19 @@ def test_every_cast_by_the_chip(interpreter: Interpreter, element: str, rule: st
         check(interpreter, x, cast=cast, hw=hw, rounding="bf16->bf16")
 
 
+@pytest.mark.parametrize("hw", (1, 2))
+@pytest.mark.parametrize(("element", "rule"), CASTS)
+def test_every_cast_of_rounded_words(
+    interpreter: Interpreter, element: str, rule: str, hw: int
+) -> None:
+    """Behind a gain, rounded to bfloat16 by the chip: absmax and scaling on words of two."""
+    gain = torch.linspace(-2, 2, 192)
+    for i, apply in enumerate(APPLIES):
+        cast = f"{element}/b32/{rule}/{apply}/{SATURATES[(i + hw) % 2]}/plain"
+        given = gain if i == hw % 2 else gain.bfloat16()
+        check(interpreter, special(192), gain=given, cast=cast, hw=hw, rounding="bf16->bf16")
+
+
 @pytest.mark.parametrize("block", BLOCK_SIZES)
 @pytest.mark.parametrize("rms", RMS_KINDS)
 def test_exact_sums(interpreter: Interpreter, rms: str, block: int) -> None:
@@ -82,6 +96,21 @@ def test_widths(interpreter: Interpreter, rms: str, k: int, block: int) -> None:
         x = make(2, k)
         cast = f"e5m2/b{block}/rceil_log2/reciprocal/clamp/swizzled"
         check(interpreter, x, rms=rms, cast=cast, padded=3, ulp=ulp)
+
+
+def test_tiles_cover_a_row_and_little_else() -> None:
+    """Powers of two of at least four blocks; only the last one reaches past the row."""
+    for k in (32, 96, 720, 1024, 2880, 3584, 4096, 5120, 6144, 7168, 8192, 14336, 16384, 32768):
+        for block in (16, 32, 128):
+            for has_gain in (False, True):
+                config = row_config(k, block, has_gain)
+                span = config.tile * block
+                assert config.tile >= 4 and config.tile & (config.tile - 1) == 0
+                assert 0 <= config.chunks * span - k < span
+                assert span <= max(1024, 4 * block) or config.chunks * span <= 1.2 * k
+    # Measured: masked lanes cost less than tiles do, but for the gain at this width.
+    assert [row_config(5120, 32, g).chunks for g in (False, True)] == [3, 5]
+    assert row_config(3584, 32, True) == row_config(3584, 32, False) == Config(128, 1, 4)
 
 
 # --- the norm -------------------------------------------------------------------------------------

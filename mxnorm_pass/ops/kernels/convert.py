@@ -99,6 +99,19 @@ def mul_bf16x2(a, b):
 
 
 @triton.jit
+def max_bf16x2(a, b):
+    """The larger magnitudes of pairs of bfloat16 in words, NaN where one is; the sign is any."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        [a, b],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def _bits(values):
     return values.to(tl.int32, bitcast=True)
 
@@ -113,6 +126,13 @@ def block_absmax(low, high, HW: tl.constexpr):
     else:
         largest = tl.reduce(nan_max(tl.abs(low), tl.abs(high)), 1, nan_max)
     return largest
+
+
+@triton.jit
+def words_absmax(words):
+    """:func:`block_absmax` of pairs of bfloat16 in words (sm_90)."""
+    low, high = pairs_of(tl.reduce(words, 1, max_bf16x2))
+    return nan_max(tl.abs(low), tl.abs(high))
 
 
 @triton.jit
@@ -176,6 +196,15 @@ def scaled_pairs(low, high, factor, HW: tl.constexpr):
 
 
 @triton.jit
+def scaled_words(words, factor):
+    """Pairs of bfloat16 in words times a power of two, as :func:`scaled_pairs` (sm_90).
+
+    Exact but below 2^-126, where every element format has zero.
+    """
+    return mul_bf16x2(words, words_of(factor, factor, False))
+
+
+@triton.jit
 def e8m0_byte(
     absmax,
     RULE: tl.constexpr,
@@ -206,12 +235,11 @@ def e8m0_byte(
         if RULE == "rceil_log2":
             n = exponent - (127 + max_exponent)
             n = n ^ (n >> 31)
-            limit = tl.where(n >= 4, LATE & 63, 0)
-            limit = tl.where(n >= 8, (LATE >> 6) & 63, limit)
-            limit = tl.where(n >= 16, (LATE >> 12) & 63, limit)
-            limit = tl.where(n >= 32, (LATE >> 18) & 63, limit)
-            limit = tl.where(n >= 64, (LATE >> 24) & 63, limit)
-            limit = tl.where(smallest, LATE >> 30, limit)
+            # As a float32 its exponent says which of eight bytes; both for 0 and for 1 that is 0.
+            power = (n | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+            shift = (_bits(power) >> 20) & 56
+            limit = (tl.full((), LATE, tl.int64) >> shift.to(tl.int64)).to(tl.int32) & 63
+            limit = tl.where(smallest, LATE >> 48, limit)
         else:
             limit = tl.where(smallest, 1, 0)
         carried = bits + (_MANTISSA - (_MANTISSA & MAX_BITS)) - limit

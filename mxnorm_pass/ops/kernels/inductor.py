@@ -59,7 +59,7 @@ def rmsnorm_mxquant(
     split = (x_rows[0] != 1, r_rows[0] != 1)
     _kernel_node(
         rmsnorm_mxquant_kernel,
-        row_config(k, cast.block_size).warps,
+        row_config(k, cast.block_size, options.gain is not None).warps,
         launch.grid_rows(rows, cast),
         x_ptr=x,
         residual_ptr=residual,
@@ -75,7 +75,15 @@ def rmsnorm_mxquant(
         **_strides("r", r_rows),
         eps=options.eps,
         correction=launch.factor(options.rms, options.correction),
-        **constants(cast, k, options.rms, rounding, hardware(device), split=split),
+        **constants(
+            cast,
+            k,
+            options.rms,
+            rounding,
+            hardware(device),
+            gain=options.gain is not None,
+            split=split,
+        ),
     )
     return qdata, scale, rstd, total
 
@@ -89,7 +97,7 @@ def rmsnorm_absmax(x: ir.TensorBox, options: NormOptions) -> Any:
     partial = empty_strided([launch.PROGRAMS], None, dtype=torch.float32, device=device)
     _kernel_node(
         rmsnorm_absmax_kernel,
-        row_config(k, options.block_size).warps,
+        row_config(k, options.block_size, options.gain is not None).warps,
         launch.PROGRAMS,
         x_ptr=x,
         gain_ptr=_gain(options.gain),
@@ -105,6 +113,7 @@ def rmsnorm_absmax(x: ir.TensorBox, options: NormOptions) -> Any:
             options.rms,
             parse_rounding(options.rounding),
             hardware(device),
+            gain=options.gain is not None,
             split=x_rows[0] != 1,
         ),
         PROGRAMS=launch.PROGRAMS,

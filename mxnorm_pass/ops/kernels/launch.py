@@ -78,8 +78,8 @@ def rmsnorm_mxquant(
             x, residual, _gain(gain), _scalar(eps_tensor, x), _scalar(tensor_scale, x),
             qdata.view(torch.uint8), scale.view(torch.uint8), rstd, total,
             rows, *x_rows, *r_rows, eps, factor(rms, correction),
-            **constants(cast, k, rms, rounding, hw, split=split),
-            num_warps=row_config(k, cast.block_size).warps,
+            **constants(cast, k, rms, rounding, hw, gain=gain is not None, split=split),
+            num_warps=row_config(k, cast.block_size, gain is not None).warps,
         )  # fmt: skip
     return qdata, scale, rstd, total
 
@@ -102,8 +102,10 @@ def rmsnorm_absmax(
     rmsnorm_absmax_kernel[(PROGRAMS,)](
         x, _gain(gain), _scalar(eps_tensor, x), partial,
         rows, *x_rows, eps, factor(rms, correction),
-        **absmax_constants(block_size, k, rms, rounding, hw, split=x_rows[0] != 1),
-        PROGRAMS=PROGRAMS, num_warps=row_config(k, block_size).warps,
+        **absmax_constants(
+            block_size, k, rms, rounding, hw, gain=gain is not None, split=x_rows[0] != 1
+        ),
+        PROGRAMS=PROGRAMS, num_warps=row_config(k, block_size, gain is not None).warps,
     )  # fmt: skip
     return partial.amax()
 

@@ -25,8 +25,10 @@ from mxnorm_pass.ops.kernels.convert import (
     pairs_of,
     round_bf16,
     scaled_pairs,
+    scaled_words,
     store,
     store_words,
+    words_absmax,
     words_of,
 )
 
@@ -59,18 +61,6 @@ def _rounded(low, high, BF16: tl.constexpr, HW: tl.constexpr):
     if BF16:
         low, high = round_bf16(low, high, HW)
     return low, high
-
-
-@triton.jit
-def _summand(low, high, absmax, RMS: tl.constexpr):
-    """Per block, what the root is made from."""
-    if RMS == "exact":
-        part = tl.sum(low * low + high * high, axis=1)
-    elif RMS == "p2":
-        part = absmax * absmax
-    else:
-        part = absmax
-    return part
 
 
 @triton.jit
@@ -110,45 +100,42 @@ def _added(a, b, sum_row, HW: tl.constexpr):
 
 
 @triton.jit
-def _load_row(
-    x_row, r_row, sum_row, pairs, live,
+def _load_tiles(
+    ptr, pairs, live,
+    HALF_K: tl.constexpr, SPAN: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+    EVICT: tl.constexpr,
+):  # fmt: skip
+    """Tiles of a row as words; where there is none, anything."""
+    tiles = ()
+    for i in tl.static_range(CHUNKS):
+        here = pairs + i * SPAN
+        words = here
+        if ptr is not None:
+            mask = _mask(here, live, HALF_K, (i + 1) * SPAN, PADDED)
+            words = load_words(ptr, here, mask, EVICT)
+        tiles = tiles + (words,)
+    return tiles
+
+
+@triton.jit
+def _row_pairs(
+    words, others, sum_row, pairs, live,
     HALF_K: tl.constexpr, SPAN: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
     HW: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of the row (plus the residual, which is then stored): even and odd elements."""
+    """Even and odd elements of tiles of the row, or of its sum with another, then stored."""
     lows = ()
     highs = ()
     for i in tl.static_range(CHUNKS):
         here = pairs + i * SPAN
-        mask = _mask(here, live, HALF_K, (i + 1) * SPAN, PADDED)
-        words = load_words(x_row, here, mask, "")
-        if r_row is not None:
-            words = _added(words, load_words(r_row, here, mask, ""), sum_row, HW)
-            store_words(sum_row, here, words, mask)
-        low, high = pairs_of(words)
+        tile = words[i]
+        if sum_row is not None:
+            tile = _added(tile, others[i], sum_row, HW)
+            store_words(sum_row, here, tile, _mask(here, live, HALF_K, (i + 1) * SPAN, PADDED))
+        low, high = pairs_of(tile)
         lows = lows + (low,)
         highs = highs + (high,)
     return lows, highs
-
-
-@triton.jit
-def _load_gain(
-    gain_ptr, pairs, HALF_K: tl.constexpr, SPAN: tl.constexpr, CHUNKS: tl.constexpr
-):  # fmt: skip
-    """Tiles of the gain, as words; where there is none, anything.
-
-    Every row reads the same gain: kept in the multiprocessor's own cache, it costs nothing beside
-    the row. Asked for together with the row, it is there when the root is.
-    """
-    gains = ()
-    for i in tl.static_range(CHUNKS):
-        here = pairs + i * SPAN
-        gain = here
-        if gain_ptr is not None:
-            mask = _mask(here, True, HALF_K, (i + 1) * SPAN, False)
-            gain = load_words(gain_ptr, here, mask, "evict_last")
-        gains = gains + (gain,)
-    return gains
 
 
 @triton.jit
@@ -158,16 +145,27 @@ def _row_root(
     TILE: tl.constexpr, CHUNKS: tl.constexpr, HW: tl.constexpr,
 ):  # fmt: skip
     """The reciprocal root, and the block absmax of each tile where the estimate needs them."""
-    acc = tl.zeros((TILE,), tl.float32)
+    # Over tiles first, per place: threads add up what they hold before they exchange anything.
     peaks = ()
+    if RMS == "exact":
+        acc = tl.zeros_like(lows[0])
+    else:
+        acc = tl.zeros((TILE,), tl.float32)
     for i in tl.static_range(CHUNKS):
-        peak = acc
-        if RMS != "exact":
+        if RMS == "exact":
+            peak = acc
+            acc = acc + lows[i] * lows[i]
+            acc = acc + highs[i] * highs[i]
+        else:
             peak = block_absmax(lows[i], highs[i], HW)
-        acc = acc + _summand(lows[i], highs[i], peak, RMS)
+            acc = acc + (peak * peak if RMS == "p2" else peak)
         peaks = peaks + (peak,)
+    if RMS == "exact":
+        total = tl.sum(acc)
+    else:
+        total = tl.sum(acc, axis=0)
     count: tl.constexpr = K if RMS == "exact" else BLOCKS
-    return _root(tl.sum(acc, axis=0), correction, eps, eps_ptr, RMS, count), peaks
+    return _root(total, correction, eps, eps_ptr, RMS, count), peaks
 
 
 @triton.jit
@@ -175,23 +173,47 @@ def _cast_input(
     low, high, peak, rstd, gain, GAIN: tl.constexpr, RMS: tl.constexpr,
     NORM_BF16: tl.constexpr, OUT_BF16: tl.constexpr, HW: tl.constexpr,
 ):  # fmt: skip
-    """One tile normalised and rounded as the graph does it, and its block absmax."""
+    """One tile normalised and rounded as the graph does it, and its block absmax.
+
+    What the chip has rounded to bfloat16 stays in words, twice the same: half as many
+    instructions look for the absmax there, and scale it.
+    """
     low, high = scaled_pairs(low, high, rstd, HW)
-    if HW >= 1 and GAIN and NORM_BF16 and OUT_BF16 and gain.dtype == tl.int32:
-        low, high = pairs_of(mul_bf16x2(cvt_bf16x2(low, high), gain))
+    WORDS: tl.constexpr = HW >= 1 and OUT_BF16
+    if WORDS and GAIN and NORM_BF16 and gain.dtype == tl.int32:
+        low = mul_bf16x2(cvt_bf16x2(low, high), gain)
     else:
-        low, high = _rounded(low, high, NORM_BF16, HW)
         if GAIN:
+            low, high = _rounded(low, high, NORM_BF16, HW)
             gain_low, gain_high = pairs_of(gain)
             low, high = low * gain_low, high * gain_high
-        low, high = _rounded(low, high, OUT_BF16, HW)
+        elif not WORDS:
+            low, high = _rounded(low, high, NORM_BF16, HW)
+        if WORDS:
+            low = cvt_bf16x2(low, high)
+        else:
+            low, high = _rounded(low, high, OUT_BF16, HW)
+    if WORDS:
+        high = low
     if not GAIN and RMS != "exact":
         # Rounding is monotone and even: the absmax of the rounded is the rounded absmax.
         absmax, _ = _rounded(peak * rstd, peak, NORM_BF16, HW)
         absmax, _ = _rounded(absmax, absmax, OUT_BF16, HW)
+    elif WORDS:
+        absmax = words_absmax(low)
     else:
         absmax = block_absmax(low, high, HW)
     return low, high, absmax
+
+
+@triton.jit
+def _scaled_e8m0(low, high, factor, HW: tl.constexpr):
+    """Pairs times a power of two for each block; words of pairs are taken apart."""
+    if low.dtype == tl.int32:
+        low, high = pairs_of(scaled_words(low, factor))
+    else:
+        low, high = scaled_pairs(low, high, factor, HW)
+    return low, high
 
 
 @triton.jit
@@ -202,6 +224,8 @@ def _scaled_e4m3(
 
     ``one`` is the reciprocal of the per-tensor scale.
     """
+    if low.dtype == tl.int32:
+        low, high = pairs_of(low)
     code, wide = e4m3_scale(absmax, tensor_scale, MAX)
     if APPLY == "reciprocal":
         low, high = scaled_pairs(low, high, tl.div_rn(one, wide)[:, None], HW)
@@ -260,9 +284,15 @@ def rmsnorm_mxquant_kernel(
     blocks = tl.arange(0, TILE)
     pairs = blocks[:, None] * HALF + tl.arange(0, HALF)[None, :]
 
-    # First all loads, then what the root is made from: the whole row is in flight at once.
-    lows, highs = _load_row(x_row, r_row, sum_row, pairs, live, K // 2, SPAN, CHUNKS, SWIZZLED, HW)
-    gains = _load_gain(gain_ptr, pairs, K // 2, SPAN, CHUNKS)
+    # First all loads, then stores of the sum and what the root is made from: the whole row is in
+    # flight at once. Every row reads the same gain: kept in the multiprocessor's own cache, it
+    # costs nothing beside the row, and asked for together with it, it is there when the root is.
+    words = _load_tiles(x_row, pairs, live, K // 2, SPAN, CHUNKS, SWIZZLED, "")
+    others = _load_tiles(r_row, pairs, live, K // 2, SPAN, CHUNKS, SWIZZLED, "")
+    gains = _load_tiles(gain_ptr, pairs, True, K // 2, SPAN, CHUNKS, False, "evict_last")
+    lows, highs = _row_pairs(
+        words, others, sum_row, pairs, live, K // 2, SPAN, CHUNKS, SWIZZLED, HW
+    )
     rstd, peaks = _row_root(lows, highs, correction, eps, eps_ptr, RMS, K, BLOCKS, TILE, CHUNKS, HW)
     tl.store(rstd_ptr + row, rstd, mask=live)
     tensor_scale = tl.full((), 1.0, tl.float32)
@@ -284,7 +314,7 @@ def rmsnorm_mxquant_kernel(
                 byte = tl.maximum(byte, LEAST)
             if INFINITE_NAN:
                 byte = tl.where(absmax == float("inf"), 255, byte)
-            low, high = scaled_pairs(low, high, e8m0_factor(byte, absmax, APPLY)[:, None], HW)
+            low, high = _scaled_e8m0(low, high, e8m0_factor(byte, absmax, APPLY)[:, None], HW)
         block = blocks + i * TILE
         _store_scales(scale_ptr, row, block, byte, live, BLOCKS, (i + 1) * TILE, SWIZZLED)
         codes = encode_pairs(low, high, EXPONENT_BITS, MANTISSA_BITS, MAX_BITS, CLAMP, HW)
@@ -308,11 +338,12 @@ def rmsnorm_absmax_kernel(
     SPAN: tl.constexpr = TILE * HALF
     first = tl.program_id(0).to(tl.int64)
     pairs = tl.arange(0, TILE)[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    gains = _load_gain(gain_ptr, pairs, K // 2, SPAN, CHUNKS)
+    gains = _load_tiles(gain_ptr, pairs, True, K // 2, SPAN, CHUNKS, False, "evict_last")
     largest = tl.full((), 0.0, tl.float32)
     for row in range(first, rows, PROGRAMS):
         x_row = x_ptr + _row_offset(row, x_inner, x_outer_stride, x_stride, X_SPLIT)
-        lows, highs = _load_row(x_row, None, None, pairs, True, K // 2, SPAN, CHUNKS, False, HW)
+        words = _load_tiles(x_row, pairs, True, K // 2, SPAN, CHUNKS, False, "")
+        lows, highs = _row_pairs(words, words, None, pairs, True, K // 2, SPAN, CHUNKS, False, HW)
         rstd, peaks = _row_root(
             lows, highs, correction, eps, eps_ptr, RMS, K, BLOCKS, TILE, CHUNKS, HW
         )
