@@ -84,6 +84,22 @@ def test_dynamic_rows_do_not_recompile() -> None:
                 close(compiled(x), model(x))
 
 
+def test_an_input_that_starts_at_an_odd_element() -> None:
+    """Words of two elements would straddle: the rows are copied first, by Inductor or by us."""
+    model = inference_model()
+    odd = torch.randn(96 * K + 1, device="cuda").bfloat16()[1:].view(96, K)
+    aligned = odd.clone()
+    assert odd.data_ptr() % 4 == 2
+    assert aligned.data_ptr() % 16 == 0
+    with torch.no_grad():
+        expected = exact(model)(aligned)
+        for first, second in ((odd, aligned), (aligned, odd)):
+            torch._dynamo.reset()
+            compiled = exact(model)
+            assert_same_bytes(compiled(first), expected)
+            assert_same_bytes(compiled(second), expected)
+
+
 @pytest.mark.parametrize("cpp_wrapper", [False, True])
 def test_training(cpp_wrapper: bool) -> None:
     torch.manual_seed(0)
