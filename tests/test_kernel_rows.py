@@ -110,6 +110,8 @@ def test_tiles_cover_a_row_and_little_else() -> None:
                 assert span <= max(1024, 4 * block) or config.chunks * span <= 1.2 * k
     # Measured: masked lanes cost less than tiles do, but for the gain at this width.
     assert [row_config(5120, 32, g).chunks for g in (False, True)] == [3, 5]
+    # There, in blocks of 16, five tiles spill on sm_120.
+    assert row_config(5120, 16, True) == row_config(5120, 16, False)
     assert row_config(3584, 32, True) == row_config(3584, 32, False) == Config(128, 1, 4)
 
 

@@ -33,16 +33,17 @@ def row_config(k: int, block: int, gain: bool) -> Config:
 
     The largest tiles that reach no more than a fifth past the row, or 1024 elements: every tile
     costs the row its own handful of instructions. With a gain, which makes every element cost more,
-    no more than a sixth. On eight warps and more a thread has at most 16 elements of a tile. Tiles
-    are powers of two and at least four blocks (a swizzled row of scales is padded to four).
-    Measured on an H200, see ``docs/kernels.md``.
+    no more than a sixth; not in blocks of 16, where a tile costs more. On eight warps and more a
+    thread has at most 16 elements of a tile. Tiles are powers of two and at least four blocks (a
+    swizzled row of scales is padded to four). Measured on an H200 in blocks of 32, see
+    ``docs/kernels.md``.
     """
     warps = 1 if k <= 512 else 2 if k <= 1024 else 4 if k <= 6144 else 8 if k <= 16384 else 16
     least = max(4 * block, 1024)
     span = max(4 * block, 1 << (k - 1).bit_length())
     if warps >= 8:
         span = min(span, 512 * warps)
-    share = 6 if gain else 5
+    share = 6 if gain and block > 16 else 5
     while span > least and -(-k // span) * span * share > k * (share + 1):
         span //= 2
     return Config(span // block, -(-k // span), warps)
