@@ -198,6 +198,30 @@ def quantize(
     return qdata, scale.squeeze(-1)
 
 
+def quantize_columns(
+    x: Tensor,
+    rho: Tensor,
+    gain: Tensor | None,
+    norm_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    cast: Cast = DEFAULT_CAST,
+    tensor_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Cast of ``y = normalise(x, rho, gain)`` along tokens: ``[K, M]`` and ``[K, M / block]``.
+
+    Args:
+        x: ``[..., K]``, M rows, a multiple of the block size.
+        rho: float32 ``[..., 1]``.
+        gain: ``[K]`` or None.
+        norm_dtype: what ``x * rho`` is rounded to before the gain.
+        out_dtype: what the cast reads.
+        cast: what to do, in the plain layout.
+        tensor_scale: NVFP4's per-tensor scale, a float32 number.
+    """
+    y = normalise(x, rho, gain, norm_dtype, out_dtype)
+    return quantize(y.reshape(-1, y.shape[-1]).T, cast, tensor_scale)
+
+
 def _nvfp4_scaled(
     blocks: Tensor, absmax: Tensor, cast: Cast, tensor_scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from mxnorm_pass.formats import ELEMENTS, Cast
-from mxnorm_pass.ops.kernels import convert, launch
+from mxnorm_pass.ops.kernels import cols_launch, convert, launch
 from mxnorm_pass.ops.kernels.constants import bits_of, late_limits
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -52,10 +52,9 @@ def _apply_reduce(self: Any, given: Any) -> Any:
     """The maxima that keep NaN, at once and not by one Python call an element."""
     if self.combine_fn.__name__ == convert.max_bf16x2.__name__:
         words = np.ascontiguousarray(given[0].handle.data)
-        assert (words.ndim, self.axis) == (2, 1)
         # As integers NaN is above Inf, Inf above all else.
         halves = words.view(np.uint16).reshape(*words.shape, 2) & 0x7FFF
-        largest = np.ascontiguousarray(np.max(halves, axis=1)).view(np.int32)[:, 0]
+        largest = np.ascontiguousarray(np.max(halves, axis=self.axis)).view(np.int32)[..., 0]
         return self.to_tensor(largest, given[0].dtype)
     if self.combine_fn.__name__ == convert.nan_max.__name__:
         return self.to_tensor(np.max(given[0].handle.data, axis=self.axis), given[0].dtype)
@@ -235,4 +234,16 @@ def rmsnorm_absmax(*args: Any, programs: int) -> Tensor:
         np.errstate(all="ignore"),
     ):
         result: Tensor = launch.rmsnorm_absmax(*args)
+    return result
+
+
+# --- the column kernel ----------------------------------------------------------------------------
+
+
+def rmsnorm_mxquant_colwise(*args: Any, cast: str, hw: int, tile: Any) -> tuple[Tensor, Tensor]:
+    """``cols_launch.rmsnorm_mxquant_colwise`` with dirty outputs."""
+    with mock.patch.object(Tensor, "new_empty", _dirty), np.errstate(all="ignore"):
+        result: tuple[Tensor, Tensor] = cols_launch.rmsnorm_mxquant_colwise(
+            *args, Cast.parse(cast), hw, tile
+        )
     return result

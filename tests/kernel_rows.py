@@ -55,10 +55,21 @@ def special(k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return x
 
 
+def tokens(block: int, k: int, dtype: torch.dtype = torch.bfloat16, count: int = 8) -> Tensor:
+    """Blocks of ``block`` tokens: each of the special rows in one of them, so that columns hold
+    ordinary blocks too; in one column a block of zeros.
+    """
+    x, rows = gaussian(count * block, k, dtype=dtype), special(k, dtype)
+    for i in range(min(count, len(rows))):
+        x[i * block + (3 * i) % block] = rows[i]
+    x[-block:, k // 3] = 0.0
+    return x
+
+
 _encode = formats._encode_sub_byte
 
 
-def _encode_sub_byte(scaled: Tensor, element: Element) -> Tensor:
+def encode_with_nan(scaled: Tensor, element: Element) -> Tensor:
     """NaN as the kernel and the chip give it: formats.py leaves it open."""
     return _encode(scaled, element).masked_fill(scaled.isnan(), element.sign_bit - 1)
 
@@ -102,7 +113,7 @@ def check(
 
     with (
         mock.patch.object(torch, "rsqrt", lambda _: rstd),
-        mock.patch.object(formats, "_encode_sub_byte", _encode_sub_byte),
+        mock.patch.object(formats, "_encode_sub_byte", encode_with_nan),
     ):
         expected = decomposition(rows, *options)
     assert_same_bytes(qdata, expected[0], f"{what}: codes")

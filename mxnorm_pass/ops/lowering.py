@@ -19,7 +19,8 @@ from torch._inductor.lowering import fallback_handler, process_subgraph_nodes, r
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mxnorm_pass.ops import kernels
+from mxnorm_pass.ops import colwise, kernels
+from mxnorm_pass.ops.colwise import COLWISE_OP, ColumnOptions
 from mxnorm_pass.ops.rmsnorm_mxquant import (
     ABSMAX_OP,
     ADD_OP,
@@ -35,6 +36,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     OP: decomposition,
     ADD_OP: add_decomposition,
     ABSMAX_OP: absmax_decomposition,
+    COLWISE_OP: colwise.decomposition,
 }
 
 
@@ -52,11 +54,14 @@ def _lower(op: Any, *args: Any) -> Any:
         return fallback_handler(op, add_to_fallback_set=False)(*args)
     if device.type != "cuda":
         return _decomposed(op, *args)
-    if kernels.unusable(device, V.graph.sizevars.guard_int(x.get_size()[-1])) is not None:
+    why_not = kernels.unusable_columns if op is COLWISE_OP else kernels.unusable
+    if why_not(device, V.graph.sizevars.guard_int(x.get_size()[-1])) is not None:
         return _decomposed(op, *args)
     # Imports Triton.
-    from mxnorm_pass.ops.kernels import inductor
+    from mxnorm_pass.ops.kernels import cols_inductor, inductor
 
+    if op is COLWISE_OP:
+        return cols_inductor.rmsnorm_mxquant_colwise(x, args[1], ColumnOptions(*args[2:]))
     if op is ABSMAX_OP:
         return inductor.rmsnorm_absmax(x, NormOptions(*args[1:]))
     if op is OP:
@@ -77,7 +82,7 @@ def _decomposed(op: Any, *args: Any) -> Any:
     fakes = [constants[i].meta["val"] for i in tensors]
     with V.fake_mode:
         traced = make_fx(only_tensors, decomposition_table=select_decomp_table())(*fakes)
-    return process_subgraph_nodes(traced, [args[i] for i in tensors])
     for inner in traced.graph.nodes:
         # The report finds a site's kernels by the names of the nodes behind them.
         inner._rename(f"{node.name}__{inner.name}")
+    return process_subgraph_nodes(traced, [args[i] for i in tensors])

@@ -94,19 +94,44 @@ def parse_rounding(text: str) -> tuple[torch.dtype, torch.dtype]:
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _check_dtype(name: str, x: Tensor) -> None:
+def check_dtype(name: str, x: Tensor) -> None:
+    """bfloat16 or float32; ValueError names them."""
     if x.dtype not in _DTYPE_NAMES:
         raise ValueError(f"{name} is {x.dtype}; allowed are {', '.join(map(str, _DTYPE_NAMES))}")
 
 
-def _check_device(name: str, given: Tensor | None, x: Tensor, *more: str) -> None:
+def check_device(name: str, given: Tensor | None, x: Tensor, *more: str) -> None:
+    """On the device of ``x``, or of the types given as well; ValueError names both."""
     if given is not None and given.device.type not in (x.device.type, *more):
         raise ValueError(f"{name} is on {given.device}, x on {x.device}: expected one device")
 
 
+def check_gain(x: Tensor, gain: Tensor | None) -> None:
+    """One float number per column of ``x``, on its device; ValueError says what is wrong."""
+    if gain is not None and tuple(gain.shape) != (x.shape[-1],):
+        raise ValueError(f"gain of shape {tuple(gain.shape)}: expected ({x.shape[-1]},)")
+    if gain is not None and not gain.dtype.is_floating_point:
+        raise ValueError(f"gain is {gain.dtype}: expected a float dtype")
+    check_device("gain", gain, x)
+
+
+def check_tensor_scale(x: Tensor, outer: Tensor | None, spec: Cast) -> None:
+    """NVFP4's per-tensor scale, likewise; a scalar of the graph may live on the CPU."""
+    if outer is not None and spec.rule != "e4m3":
+        raise ValueError(
+            f"tensor_scale with cast {str(spec)!r}: only the rule 'e4m3' (NVFP4) has one"
+        )
+    if outer is not None and (outer.dim() != 0 or outer.dtype is not torch.float32):
+        raise ValueError(
+            f"tensor_scale {outer.dtype} of shape {tuple(outer.shape)}: "
+            "expected a 0-d float32 tensor"
+        )
+    check_device("tensor_scale", outer, x, "cpu")
+
+
 def _check_norm(x: Tensor, norm: NormOptions) -> None:
     parse_rounding(norm.rounding)
-    block, gain, eps = norm.block_size, norm.gain, norm.eps_tensor
+    block, eps = norm.block_size, norm.eps_tensor
     if norm.rms not in RMS_KINDS:
         raise ValueError(f"rms {norm.rms!r} is not one of {', '.join(RMS_KINDS)}")
     if block not in BLOCK_SIZES:
@@ -116,40 +141,26 @@ def _check_norm(x: Tensor, norm: NormOptions) -> None:
             f"x of shape {tuple(x.shape)}: the last axis must be a multiple of the block size "
             f"{block}"
         )
-    _check_dtype("x", x)
+    check_dtype("x", x)
     if eps is not None and eps.dim() != 0:
         raise ValueError(f"eps_tensor of shape {tuple(eps.shape)}: expected a 0-d tensor")
-    if gain is not None and tuple(gain.shape) != (x.shape[-1],):
-        raise ValueError(f"gain of shape {tuple(gain.shape)}: expected ({x.shape[-1]},)")
-    if gain is not None and not gain.dtype.is_floating_point:
-        raise ValueError(f"gain is {gain.dtype}: expected a float dtype")
-    _check_device("gain", gain, x)
+    check_gain(x, norm.gain)
     # A scalar of the graph may live on the CPU.
-    _check_device("eps_tensor", eps, x, "cpu")
+    check_device("eps_tensor", eps, x, "cpu")
 
 
 def check(x: Tensor, options: Options) -> Cast:
     """Refuse what the ops do not take; ValueError says what is allowed."""
     spec = Cast.parse(options.cast)
-    outer = options.tensor_scale
-    if outer is not None and spec.rule != "e4m3":
-        raise ValueError(
-            f"tensor_scale with cast {options.cast!r}: only the rule 'e4m3' (NVFP4) has one"
-        )
-    if outer is not None and (outer.dim() != 0 or outer.dtype is not torch.float32):
-        raise ValueError(
-            f"tensor_scale {outer.dtype} of shape {tuple(outer.shape)}: "
-            "expected a 0-d float32 tensor"
-        )
-    _check_device("tensor_scale", outer, x, "cpu")
+    check_tensor_scale(x, options.tensor_scale, spec)
     _check_norm(x, options.norm(spec.block_size))
     return spec
 
 
 def check_residual(x: Tensor, residual: Tensor) -> None:
     """The same of a residual."""
-    _check_dtype("x", x)
-    _check_dtype("residual", residual)
+    check_dtype("x", x)
+    check_dtype("residual", residual)
     if residual.device != x.device:
         raise ValueError(f"residual is on {residual.device}, x on {x.device}: expected one device")
 
@@ -163,6 +174,15 @@ def check_residual(x: Tensor, residual: Tensor) -> None:
 
 
 # --- in aten --------------------------------------------------------------------------------------
+
+
+def normed(x32: Tensor, rstd: Tensor, gain: Tensor | None, rounding: str) -> Tensor:
+    """What a cast reads: ``x * rstd``, rounded, times the gain, rounded."""
+    norm_dtype, out_dtype = parse_rounding(rounding)
+    y = (x32 * rstd).to(norm_dtype)
+    if gain is not None:
+        y = y.to(torch.float32) * gain.to(torch.float32)
+    return y.to(out_dtype)
 
 
 def _normalise(x: Tensor, norm: NormOptions) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,10 +203,7 @@ def _normalise(x: Tensor, norm: NormOptions) -> tuple[Tensor, Tensor, Tensor]:
             mean_square = (block_absmax.mean(-1, keepdim=True) * correction).pow(2)
     rstd = torch.rsqrt(mean_square + (eps if eps_tensor is None else eps_tensor))
 
-    y = (x32 * rstd).to(norm_dtype)
-    if gain is not None:
-        y = y.to(torch.float32) * gain.to(torch.float32)
-    y = y.to(out_dtype).to(torch.float32).view(*lead, blocks, block)
+    y = normed(x32, rstd, gain, rounding).to(torch.float32).view(*lead, blocks, block)
     if gain is None and block_absmax is not None:
         # Rounding is monotone and even, so the absmax of the rounded block is the rounded absmax:
         # no second pass over the block.
@@ -296,7 +313,7 @@ def _absmax_fake(x: Tensor, *options: Any) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
-def _no_gradient(name: str, *args: Any) -> Any:
+def no_gradient(name: str, *args: Any) -> Any:
     """Refuse to lose a gradient: the pass takes autograd's own formula, and the ops have none."""
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
         raise RuntimeError(
@@ -314,7 +331,7 @@ for _name, _real, _meta in (
     ("rmsnorm_absmax", _absmax_kernel, _absmax_fake),
 ):
     _LIB.impl(_name, _real, "CompositeExplicitAutograd")
-    _LIB.impl(_name, partial(_no_gradient, _name), "Autograd")
+    _LIB.impl(_name, partial(no_gradient, _name), "Autograd")
     torch.library.register_fake(f"mxnorm::{_name}", _meta, lib=_LIB)
 
 OP = torch.ops.mxnorm.rmsnorm_mxquant.default

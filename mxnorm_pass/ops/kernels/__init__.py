@@ -1,7 +1,9 @@
 """The op's Triton kernels, and whether a device runs them.
 
-``convert.py`` holds the conversions to scales and codes, ``rows.py`` the kernels, ``constants.py``
-their constants and the table of tile sizes, ``launch.py`` what both ways of launching share.
+``convert.py`` holds the conversions to scales and codes, ``rows.py`` the kernels along rows,
+``constants.py`` their constants and the table of tile sizes, ``launch.py`` what both ways of
+launching share. ``cols.py`` holds the kernel along tokens, ``cols_launch.py`` and
+``cols_inductor.py`` its launches.
 Importing this package does not import Triton.
 """
 
@@ -42,6 +44,11 @@ def unusable(device: torch.device, k: int) -> str | None:
     if k > MAX_COLUMNS:
         return f"rows of more than {MAX_COLUMNS} elements"
     return None if hardware(device) else "no kernel for chips older than sm_90"
+
+
+def unusable_columns(device: torch.device, k: int) -> str | None:
+    """The same of the column kernel, which holds a tile of rows of any width, in pairs."""
+    return unusable(device, 0) or ("rows of an odd number of elements" if k % 2 else None)
 
 
 def hardware(device: torch.device) -> int:

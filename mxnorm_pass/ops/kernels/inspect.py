@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mxnorm_pass.formats import Cast
+from mxnorm_pass.ops import colwise
 from mxnorm_pass.ops.kernels.constants import MAX_COLUMNS
 from mxnorm_pass.ops.rmsnorm_mxquant import Options, check, check_residual, parse_rounding
 
@@ -233,9 +234,7 @@ def compile_row_kernel(
     except ImportError as error:
         raise ImportError("looking at kernels needs triton: pip install triton") from error
     _check_arch(arch)
-    most = 2 if arch >= 100 else 1
-    if hw is not None and hw not in range(most + 1):
-        raise ValueError(f"hw {hw!r}: allowed on arch {arch} are 0 to {most}")
+    hw = _instructions(arch, hw)
     if not (0 < k <= MAX_COLUMNS and rows > 0):
         raise ValueError(f"rows [{rows}, {k}]: expected at least one, of 1 to {MAX_COLUMNS}")
     recorder = _Recorder(rmsnorm_mxquant_kernel)
@@ -258,7 +257,7 @@ def compile_row_kernel(
             0.4,
             parse_rounding(rounding),
             Cast.parse(cast),
-            most if hw is None else hw,
+            hw,
         )
     signature, constants, divisible = recorder.specialised()
     return compile_kernel(
@@ -270,6 +269,63 @@ def compile_row_kernel(
         elements=k,
         **recorder.options,
     )
+
+
+def compile_column_kernel(
+    arch: int,
+    cast: str,
+    k: int,
+    *,
+    rounding: str = "f32->f32",
+    x: torch.dtype = torch.bfloat16,
+    gain: torch.dtype | None = None,
+    tensor_scale: bool = False,
+    rows: int = 16384,
+    hw: int | None = None,
+) -> Compiled:
+    """Compile what the cast along tokens launches for contiguous rows ``[rows, k]``.
+
+    Arguments and errors are those of :func:`compile_row_kernel`.
+    """
+    try:
+        from mxnorm_pass.ops.kernels import cols_launch
+        from mxnorm_pass.ops.kernels.cols import rmsnorm_mxquant_colwise_kernel
+    except ImportError as error:
+        raise ImportError("looking at kernels needs triton: pip install triton") from error
+    _check_arch(arch)
+    hw = _instructions(arch, hw)
+    if k % 2:
+        raise ValueError(f"rows [{rows}, {k}]: an odd number of elements is never launched")
+
+    def tensor(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
+        return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
+
+    given, rstd = tensor(x, rows, k), tensor(torch.float32, rows, 1)
+    weight, outer = tensor(gain, k), tensor(torch.float32) if tensor_scale else None
+    assert given is not None and rstd is not None
+    spec = colwise.check(given, rstd, colwise.ColumnOptions(weight, outer, rounding, cast))
+    recorder = _Recorder(rmsnorm_mxquant_colwise_kernel)
+    how = parse_rounding(rounding)
+    with mock.patch.object(cols_launch, "rmsnorm_mxquant_colwise_kernel", recorder):
+        cols_launch.rmsnorm_mxquant_colwise(given, rstd, weight, outer, how, spec, hw)
+    signature, constants, divisible = recorder.specialised()
+    tile = cols_launch.tile_of(spec.block_size, x, how[1])
+    return compile_kernel(
+        recorder.kernel,
+        signature,
+        constants,
+        arch,
+        divisible=divisible,
+        elements=tile.columns * tile.blocks * spec.block_size,
+        **recorder.options,
+    )
+
+
+def _instructions(arch: int, hw: int | None) -> int:
+    most = 2 if arch >= 100 else 1
+    if hw is not None and hw not in range(most + 1):
+        raise ValueError(f"hw {hw!r}: allowed on arch {arch} are 0 to {most}")
+    return most if hw is None else hw
 
 
 class _Recorder:
