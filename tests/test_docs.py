@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")])
-SLOW = ("docs/cookbook.md", "docs/serving.md", "docs/pretrained.md")  # over ten seconds
+SLOW = ("docs/cookbook.md", "docs/serving.md", "docs/pretrained.md", "docs/shell.md")  # over ten s
 # Blocks that do not run here, with the reason that stands before them in the document.
 LEFT_OUT = {
     ("docs/cookbook.md", "needs a GPU of sm_100"),

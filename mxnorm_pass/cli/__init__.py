@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from mxnorm_pass.cli.errors import NO_MODEL, USAGE, ShellError
 from mxnorm_pass.cli.output import Output
-from mxnorm_pass.cli.parser import make_parser
+from mxnorm_pass.cli.parser import parse
 
 __all__ = ["main"]
 
@@ -43,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from argparse, for ``--help`` and wrong options.
     """
-    args = make_parser().parse_args(argv)
+    try:
+        args = parse(argv)
+    except ShellError as error:
+        print(f"mxnorm: {error}", file=sys.stderr)
+        return error.status
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
     module, function = _COMMANDS[args.command]

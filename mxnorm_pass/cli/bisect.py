@@ -14,7 +14,7 @@ from mxnorm_pass.cli.output import Output
 def run(args: argparse.Namespace, out: Output) -> int:
     """Exit status of ``mxnorm bisect``: 0 where a site was found, 1 where there is none to find."""
     try:
-        found = bisect(args.target, args.args, timeout=args.timeout, progress=out.note)
+        found = bisect(args.target, args.script_args, timeout=args.timeout, progress=out.note)
     except BisectError as error:
         message = str(error)
         out.result(lambda: json.dumps({"sites": [], "error": message}, indent=1), message)

@@ -32,7 +32,8 @@ def brief(error: BaseException) -> str:
     while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
         error = inner
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
+    # A first line that ends in a colon says nothing by itself.
+    text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
     if len(text) > 300:
         text = text[:299] + "…"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -99,7 +99,7 @@ def left_alone(
             continue
         why = verdict.why
         if verdict.chosen or representative(layers, path) not in reached:
-            why = "not reached by these inputs"
+            why = "not called with these inputs"
         groups.setdefault(why, Left(why, 0, path)).count += 1
     return list(groups.values())
 

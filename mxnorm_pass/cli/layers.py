@@ -87,14 +87,16 @@ def find_layers(model: nn.Module, choice: Choice = lambda path, module: None) ->
     kinds: list[Kind] = []
     for path, stack in stacks(model):
         descriptions = [_describe(layer) for layer in stack]
-        numbered = _numbered(descriptions)
+        for setting in _numbered(descriptions):
+            for description in descriptions:
+                description.pop(setting, None)
         groups: dict[object, Kind] = {}
         features: dict[object, dict[str, str]] = {}
         for i, layer in enumerate(stack):
             entries = {name: values[i] for name, values in lists if len(values) == len(stack)}
             chosen = [choice(f"{path}.{i}.{n}", m) for n, m in layer.named_modules() if n]
             key = (
-                tuple((k, v) for k, v in descriptions[i].items() if k not in numbered),
+                tuple(descriptions[i].items()),
                 repr(entries),
                 repr(chosen),
             )

@@ -40,17 +40,17 @@ class Output:
         """What models and libraries print meanwhile goes to stderr, on whatever way they print."""
         sys.stdout.flush()
         try:
-            number = sys.stdout.fileno()
-            kept = os.dup(number)
-        except (OSError, ValueError, AttributeError):
-            # Captured or replaced: no file behind it.
+            # Not sys.stdout's own number: C code writes to the first.
+            kept = os.dup(1)
+            os.dup2(2, 1)
+        except OSError:
+            # One of them is closed.
             with contextlib.redirect_stdout(sys.stderr):
                 yield
             return
         try:
-            os.dup2(sys.stderr.fileno(), number)
             with contextlib.redirect_stdout(sys.stderr):
                 yield
         finally:
-            os.dup2(kept, number)
+            os.dup2(kept, 1)
             os.close(kept)

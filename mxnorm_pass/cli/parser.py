@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from mxnorm_pass.cli.errors import UsageError
 from mxnorm_pass.cli.from_config import DTYPES
 from mxnorm_pass.cli.quantise import FORMATS
 from mxnorm_pass.cli.savings import CHIPS
@@ -43,6 +46,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _json(sub)
     return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments; ``script_args`` is what stands behind ``--``, for the script of bisect."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    own = given.index("--") if "--" in given else len(given)
+    args = make_parser().parse_args(given[:own])
+    args.script_args = given[own + 1 :]
+    if args.script_args and args.command != "bisect":
+        raise UsageError(f"{args.command} takes nothing behind --")
+    return args
 
 
 def _json(parser: Any) -> None:
@@ -132,9 +146,8 @@ def _bisect(commands: Any) -> None:
     sub.add_argument(
         "target",
         help="script.py, whose exit status is the check, or script.py:check, which fails by "
-        "raising or by returning something false",
+        "raising or by returning something false; arguments of the script behind --",
     )
-    sub.add_argument("args", nargs="*", help="arguments of the script, after --")
     sub.add_argument("--timeout", type=float, help="seconds after which a run counts as failed")
     _json(sub)
 

@@ -224,8 +224,11 @@ def _trace(
     config: MXNormConfig,
     readers: Readers,
 ) -> Report:
-    # What is on the hook runs ahead of our pass, on the same graphs.
-    hook = torch._inductor.config.patch(joint_custom_pre_pass=readers)
+    # What is on the hook runs ahead of our pass, on the same graphs. Behind it, torch would put
+    # empty tensors in the place of outputs on the meta device, in front of their own readers.
+    hook = torch._inductor.config.patch(
+        joint_custom_pre_pass=readers, joint_graph_constant_folding=False
+    )
     try:
         with hook, warnings.catch_warnings():
             # The advice on checkpoints is for a compile; here nothing is computed.
@@ -245,7 +248,7 @@ def _warnings(report: Report) -> list[str]:
     said = [w for w, m in zip(report.warnings, found, strict=True) if m is None]
     if names:
         what = next(m[2] for m in found if m)
-        said.append(f"biases of {', '.join(names)}: {what}")
+        said.append(f"biases of {', '.join(names)}: {what} them")
     if len(report.graphs) > 1:
         said.append(
             f"torch.compile broke the model into {len(report.graphs)} graphs: a norm and a cast on "
