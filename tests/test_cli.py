@@ -46,7 +46,7 @@ def fails(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
     [
         (["explain"], "either script.py:function or --config"),
         (["explain", "x.py:f", "--config", "c.json"], "either script.py:function or --config"),
-        (["explain", "--config", "c.json", "--train", "--infer"], "not allowed with"),
+        (["explain", "--config", "c.json", "--train", "--infer"], "exclude each other"),
         (["explain", "--config", "c.json", "--chip", "h900"], "'h100', 'h200', 'b200'"),
         (["explain", "--config", "c.json", "--format", "int8"], "'mxfp8', 'mxfp8_e5m2'"),
         (["explain", "--config", "c.json", "--seq", "0"], "expected a whole number >= 1"),

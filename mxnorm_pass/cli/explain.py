@@ -30,6 +30,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Exit status of ``mxnorm explain``."""
     if (args.target is None) == (args.config is None):
         raise UsageError("explain takes either script.py:function or --config config.json")
+    if args.train and args.infer:
+        raise UsageError("--train and --infer exclude each other")
     options = _options(args)
     if args.config is not None:
         return _config(args, options, out)

@@ -81,9 +81,8 @@ def _explain(commands: Any) -> None:
         help="script.py:function or module:function; the function returns (model, inputs)",
     )
     sub.add_argument("--config", metavar="FILE", help="config.json of a transformers model")
-    mode = sub.add_mutually_exclusive_group()
-    mode.add_argument("--infer", action="store_true", help="trace without gradients")
-    mode.add_argument("--train", action="store_true", help="trace with gradients")
+    sub.add_argument("--infer", action="store_true", help="trace without gradients")
+    sub.add_argument("--train", action="store_true", help="trace with gradients")
 
     model = sub.add_argument_group("the model of --config, built without weights")
     model.add_argument(
