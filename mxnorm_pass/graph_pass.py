@@ -24,7 +24,14 @@ from mxnorm_pass.recognise import Declined, Found, Site, aten, find_sites, opaqu
 from mxnorm_pass.report import GraphReport, Report, RewriteError, SiteReport
 from mxnorm_pass.report.dump import Dump
 from mxnorm_pass.report.subgraph import Camera
-from mxnorm_pass.rewrite import Applied, Edit, absorb, residual_sum, rewrite_site
+from mxnorm_pass.rewrite import (
+    Applied,
+    Edit,
+    absorb,
+    residual_sum,
+    rewrite_columns,
+    rewrite_site,
+)
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +131,8 @@ class MXNormPass(CustomGraphPass):
             result.sites.append(entry)
             ops.append((applied.op, entry))
             edits.append(edit)
+            entry.spec["colwise"] = self._columns(graph, site, applied.op, edits)
+            entry.spec["colwise_reason"] = _reasons(site)
         # What an op depends on is known when all are there.
         for op, entry in ops:
             entry.spec["residual"] = self._absorb(graph, op, edits)
@@ -146,6 +155,42 @@ class MXNormPass(CustomGraphPass):
             edit.finish()
         if self.config.strict:
             graph.lint()
+
+    def _columns(
+        self, graph: Graph, site: Site, op: Node, edits: list[Edit]
+    ) -> list[dict[str, Any]] | None:
+        """Rewrite the casts of the norm's output along tokens; one that fails stays as it is."""
+        done = []
+        for columns in site.columns.found:
+            edit = Edit(graph)
+            try:
+                rewrite_columns(edit, site, columns, op)
+            except Decline as decline:
+                edit.rollback()
+                site.columns.declined.append(decline)
+                continue
+            except Exception:
+                edit.rollback()
+                if self.config.strict:
+                    raise
+                log.exception("the casts of %s along tokens stay as they are", site.path)
+                why = Decline("internal_error", traceback.format_exc())
+                site.columns.declined.append(why)
+                continue
+            edits.append(edit)
+            cast = columns.cast
+            done.append(
+                {
+                    "format": cast.name,
+                    "block_size": cast.block_size,
+                    "element": cast.element,
+                    "scale_rule": cast.rule,
+                    "saturate": cast.saturate,
+                    "layout": cast.layout,
+                    "casts": len(columns.readers),
+                }
+            )
+        return done or None
 
     def _absorb(self, graph: Graph, op: Node, edits: list[Edit]) -> bool:
         """Take the residual add in front of ``op`` in; on failure the site stays without."""
@@ -290,6 +335,12 @@ def _rewritten_site(site: Site, applied: Applied) -> SiteReport:
         },
         also_read_by=site.also_read_by,
     )
+
+
+def _reasons(site: Site) -> str | None:
+    """Why casts along tokens were left alone; None where none was."""
+    said = (f"{why.reason}: {why.detail}" for why in site.columns.declined)
+    return "; ".join(dict.fromkeys(said)) or None
 
 
 def _declined_site(site: Site, why: Decline) -> SiteReport:

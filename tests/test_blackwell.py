@@ -21,7 +21,7 @@ from tracing import assert_fake_values, example_inputs, run
 
 from mxnorm_pass import MXNormConfig
 from mxnorm_pass.formats import round_up_e8m0
-from mxnorm_pass.ops import ABSMAX_OP, OP
+from mxnorm_pass.ops import ABSMAX_OP, COLWISE_OP, OP
 from mxnorm_pass.recognise import emulate
 
 NEEDS_TRITON = pytest.mark.skipif(
@@ -115,12 +115,24 @@ def test_nvfp4_inference(kernel: bool, outer: bool) -> None:
 @pytest.mark.parametrize("mode", [Mode.RCEIL, Mode.FLOOR], ids=["RCEIL", "FLOOR"])
 @pytest.mark.parametrize("form", ["llama", "nn.RMSNorm"])
 def test_mxfp8_training_with_the_opaque_op(form: str, mode: Mode) -> None:
-    """torchao's casts are opaque, its backward casts y along tokens: y is recomputed for it."""
+    """torchao's casts are opaque, its backward's along tokens too: column-major codes and scales,
+    which the graph's own views count on.
+    """
     model = blackwell.mxfp8_training_block(form, mode=mode, widths=(128, 256))
     capture = captured(blackwell.training_graph, model, cast="op")
     rule = "floor" if mode is Mode.FLOOR else "rceil_exact"
     check(capture, f"e4m3/b32/{rule}/reciprocal/clamp/plain", 2)
     assert capture.report.sites[0].spec["gain_at"] == "kernel"
+    (columns,) = capture.report.sites[0].spec["colwise"]
+    assert columns["casts"] == 2 and columns["scale_rule"] == rule
+    before, after = capture.before[-1], capture.after[-1]
+    assert len(calls(after, COLWISE_OP)) == 1
+    left = [
+        [n for n in g.nodes if str(n.target) == "torchao.mxfp8_quantize.default"]
+        for g in (before, after)
+    ]
+    # Each linear casts y, its weight and the gradient along tokens.
+    assert [len(nodes) for nodes in left] == [6, 4]
 
 
 @NEEDS_TRITON
@@ -131,6 +143,7 @@ def test_mxfp8_training_with_the_kernel_s_node(mode: Mode) -> None:
     )
     (site,) = capture.report.sites
     assert site.status == "rewritten" and site.spec["scale_rule"] in ("rceil_exact", "floor")
+    assert site.spec["colwise"][0]["casts"] == 1 and calls(capture.after[-1], COLWISE_OP)
     kernels = [
         [n for n in g.nodes if str(n.target) == "triton_kernel_wrapper_functional"]
         for g in (capture.before[-1], capture.after[-1])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from mxnorm_pass import MXNormConfig, explain, reference
-from mxnorm_pass.ops import ADD_OP
+from mxnorm_pass.ops import ADD_OP, COLWISE_OP
 from mxnorm_pass.testing import assert_rewrites
 
 pytestmark = pytest.mark.slow
@@ -106,8 +106,12 @@ def test_training_rewrites_four_norms() -> None:
     # Of the four sums of the stream, the one in front of the final norm is left.
     assert [len(sums(g)) for g in (before, after)] == [4, 1]
     assert len(calls(after, aten.rsqrt.default)) == 1
-    # q, k, v and gate, up each cast the same tensor again: five casts less the two that are left.
-    assert len(calls(before, aten.amax.default)) - len(calls(after, aten.amax.default)) == 10
+    # q, k, v and gate, up each cast the same tensor again, along rows and in the backward along
+    # tokens: twenty casts are eight ops.
+    assert len(calls(before, aten.amax.default)) - len(calls(after, aten.amax.default)) == 20
+    assert [s.spec["colwise"][0]["casts"] for s in report.sites] == [3, 2, 3, 2]
+    columns = calls(after, COLWISE_OP)
+    assert len(columns) == 4 and {n.meta["partitioner_tag"] for n in columns} == {"is_backward"}
 
 
 def test_inference_rewrites_the_same_four() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from mxnorm_pass import MXNormConfig, MXNormPass
-from mxnorm_pass.ops import OP
+from mxnorm_pass.ops import COLWISE_OP, OP
+from mxnorm_pass.recognise.aten import shape as aten_shape
 from mxnorm_pass.rewrite import fold, site
 
 aten = torch.ops.aten
@@ -39,7 +40,8 @@ def test_no_row_mean_is_left(form: str) -> None:
     (rstd,) = (g for g in op.users if g.args[1] == 2)
     reached = [rstd]
     for node in reached:
-        reached.extend(u for u in node.users if u not in reached and u.meta["val"].shape[-1] == 1)
+        per_row = (u for u in node.users if aten_shape(u)[-1:] == (1,))
+        reached.extend(u for u in per_row if u not in reached)
     assert {u.meta["partitioner_tag"] for n in reached for u in n.users} == {
         "is_forward",
         "is_backward",
@@ -130,9 +132,15 @@ def test_new_nodes_say_where_they_come_from() -> None:
     known = {n.name for n in capture.before[0].nodes}
     new = [n for n in capture.after[0].nodes if n.name not in known]
     assert len(new) > 5
+    (columns,) = calls(capture.after[0], COLWISE_OP)
     for node in new:
-        assert node.meta["partitioner_tag"] == "is_forward"
-        assert "nn_module_stack" in node.meta and "stack_trace" in node.meta
+        assert "stack_trace" in node.meta
+        if node is columns or columns in node.all_input_nodes or "columns" in str(node.args):
+            assert node.meta["partitioner_tag"] == "is_backward"
+            assert "fwd_nn_module_stack" in node.meta
+        else:
+            assert node.meta["partitioner_tag"] == "is_forward"
+            assert "nn_module_stack" in node.meta
 
 
 def test_norm_output_is_gone_from_inference() -> None:

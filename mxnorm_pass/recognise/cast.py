@@ -71,21 +71,40 @@ def anchors(graph: Graph) -> list[Node]:
 
 def is_anchor(node: Node) -> bool:
     """A cast may start here."""
-    return aten.is_call(node) and (_is_block_max(node) or opaque.is_registered(node))
+    return aten.is_call(node) and (is_block_max(node) or opaque.is_registered(node))
 
 
-def _is_block_max(node: Node) -> bool:
+def is_block_max(node: Node) -> bool:
+    """The largest magnitude of each block of a known size along the last axis."""
     reduction = _reduction(node)
-    if reduction is None:
-        return False
-    size = aten.shape(reduction.all_input_nodes[0])
+    size = None if reduction is None else block_size(node)
     return (
-        bool(size)
-        and isinstance(size[-1], int)
-        and size[-1] in BLOCK_SIZES
+        reduction is not None
+        and isinstance(size, int)
+        and size in BLOCK_SIZES
         and aten.reduces_last_axis(reduction)
         and _magnitudes(reduction).target is aten.aten.abs.default
     )
+
+
+def block_size(absmax: Node) -> int | torch.SymInt:
+    """Length of the blocks of a maximum; 0 where it has no axis.
+
+    Along a symbolic axis torch may keep the length of blocks as an expression of what was divided;
+    the view itself says it.
+    """
+    node = reduced(absmax)
+    size = aten.shape(node)
+    while size and not isinstance(size[-1], int):
+        wanted = node.args[1] if node.target is aten.aten.view.default else None
+        if isinstance(wanted, (list, tuple)) and isinstance(wanted[-1], int):
+            return wanted[-1] if wanted[-1] > 0 else size[-1]
+        if not (aten.keeps_order(node) or node.target is aten.aten.abs.default):
+            break
+        node = node.all_input_nodes[0]
+        if not (aten.shape(node) and aten.same_size(aten.shape(node)[-1], size[-1])):
+            break
+    return size[-1] if size else 0
 
 
 def _reduction(absmax: Node) -> Node | None:
@@ -93,6 +112,18 @@ def _reduction(absmax: Node) -> Node | None:
     if aten.is_getitem(absmax, 0) and absmax.all_input_nodes[0].target is aten.aten.max.dim:
         return absmax.all_input_nodes[0]
     return absmax if absmax.target is aten.aten.amax.default else None
+
+
+def reduced(absmax: Node) -> Node:
+    """The magnitudes in blocks that a maximum is taken of."""
+    reduction = _reduction(absmax)
+    assert reduction is not None
+    return reduction.all_input_nodes[0]
+
+
+def values_of(absmax: Node) -> Node:
+    """What they are the magnitudes of."""
+    return aten.origin(reduced(absmax)).all_input_nodes[0]
 
 
 def _magnitudes(reduction: Node) -> Node:
@@ -106,9 +137,9 @@ def cast_site(anchor: Node) -> CastSite | None:
         return _opaque_site(anchor)
     reduction = _reduction(anchor)
     assert reduction is not None
-    source, chain = _back_to_source(_magnitudes(reduction).all_input_nodes[0])
-    block_size = aten.shape(reduction.all_input_nodes[0])[-1]
-    assert isinstance(block_size, int)
+    source, chain = _back_to_source(values_of(anchor))
+    size = block_size(anchor)
+    assert isinstance(size, int)
     operands = Operands(anchor, frozenset({source, *chain}))
     depends = _Dependence(operands)
 
@@ -144,7 +175,7 @@ def cast_site(anchor: Node) -> CastSite | None:
         codes=tuple(codes),
         unpacked=tuple(unpacked),
         scales=tuple(scales),
-        block_size=block_size,
+        block_size=size,
         element=element,
         operands=operands,
     )

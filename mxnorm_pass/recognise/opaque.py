@@ -26,6 +26,8 @@ class CastOp:
         qdata: which output holds the elements: the index (or key) of the ``getitem``.
         scale: which output holds the block scales.
         tensor_scale: 0-d float32 node of NVFP4's per-tensor scale; None stands for 1.
+        transposed: of a cast along tokens of ``[M, K]``: elements are ``[M, K]`` in column-major
+            order; else ``[K, M]``.
     """
 
     cast: Cast
@@ -33,6 +35,7 @@ class CastOp:
     qdata: int | str = 0
     scale: int | str = 1
     tensor_scale: Node | None = None
+    transposed: bool = False
 
     @property
     def element(self) -> Element:
@@ -99,7 +102,15 @@ def is_registered(node: Node) -> bool:
 
 def describe(node: Node) -> CastOp | None:
     """What the call does; None where it was not registered for such arguments."""
-    registered = _REGISTERED.get(node.target) or _torchao(node)
+    return _described(node, _REGISTERED.get(node.target) or _torchao(node))
+
+
+def describe_columns(node: Node) -> CastOp | None:
+    """The same of an op that casts its input ``[M, K]`` along tokens; None for other nodes."""
+    return _described(node, _torchao(node, columns=True)) if aten.is_call(node) else None
+
+
+def _described(node: Node, registered: Describe | None) -> CastOp | None:
     if registered is None:
         return None
     try:
@@ -197,8 +208,13 @@ def _dim0(node: Node) -> CastOp | None:
     return None if cast is None else CastOp(cast, values)
 
 
-def _dim0_kernel(node: Node) -> CastOp | None:
-    """The same op decomposed: a Triton kernel whose outputs are named."""
+def _dim1(node: Node) -> CastOp | None:
+    """``torchao::triton_to_mxfp8_dim1``, the same along tokens."""
+    known = _dim0(node)
+    return None if known is None else replace(known, transposed=True)
+
+
+def _kernel_arguments(node: Node) -> dict[str, Any]:
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     given: Any = node.kwargs["kwargs"]
@@ -206,9 +222,25 @@ def _dim0_kernel(node: Node) -> CastOp | None:
     constants = node.kwargs.get("constant_args_idx")
     if isinstance(constants, int):
         arguments.update(kernel_side_table.get_constant_args(constants))
+    return arguments
+
+
+def _dim0_kernel(node: Node) -> CastOp | None:
+    """The op along rows decomposed: a Triton kernel whose outputs are named."""
+    arguments = _kernel_arguments(node)
     values: Any = arguments.get("x_ptr")
     cast = _mxfp8(values, arguments.get("SCALE_BLOCK_SIZE"), arguments.get("SCALING_MODE"))
     return None if cast is None else CastOp(cast, values, "output_ptr", "scale_ptr")
+
+
+def _dim1_kernel(node: Node) -> CastOp | None:
+    """The op along tokens decomposed; its codes are ``[K, M]`` here."""
+    arguments = _kernel_arguments(node)
+    values: Any = arguments.get("x_ptr")
+    cast = _mxfp8(values, arguments.get("INNER_BLOCK_SIZE"), arguments.get("SCALING_MODE"))
+    if cast is None:
+        return None
+    return CastOp(cast, values, "output_col_major_ptr", "col_scale_ptr")
 
 
 def _quantize_cuda(node: Node) -> CastOp | None:
@@ -219,6 +251,15 @@ def _quantize_cuda(node: Node) -> CastOp | None:
     if cast is None or not rowwise or node.args[5] != "e4m3":
         return None
     return CastOp(cast, values, 0, 2)
+
+
+def _quantize_cuda_columns(node: Node) -> CastOp | None:
+    """The same op with ``rowwise=False, colwise=True``: elements column-major, outputs 1 and 3."""
+    values: Any = node.args[0]
+    cast = _mxfp8(values, node.args[4], node.args[6])
+    if cast is None or node.args[1] or not node.args[2] or node.args[5] != "e4m3":
+        return None
+    return CastOp(cast, values, 1, 3, transposed=True)
 
 
 def _mslk_nvfp4(node: Node) -> CastOp | None:
@@ -253,20 +294,42 @@ def _cutedsl(node: Node) -> CastOp | None:
     return None if cast is None else CastOp(replace(cast, layout="swizzled"), values)
 
 
+def _cutedsl_columns(node: Node) -> CastOp | None:
+    """``torchao::mxfp8_quantize_2d_32x1_cutedsl(x, block_size, scaling_mode, stages,
+    blocked_scale_output, offs)``.
+    """
+    values: Any = _argument(node, 0, "x")
+    blocked = _argument(node, 4, "blocked_scale_output", True)
+    if _argument(node, 5, "offs") is not None or not blocked:
+        return None
+    mode = _argument(node, 2, "scaling_mode", "rceil")
+    cast = _mxfp8(values, _argument(node, 1, "block_size", 32), mode)
+    if cast is None:
+        return None
+    return CastOp(replace(cast, layout="swizzled"), values, transposed=True)
+
+
 _TORCHAO: dict[str, Describe] = {
     "torchao.mxfp8_quantize_2d_1x32_cutedsl.default": _cutedsl,
     "torchao.triton_to_mxfp8_dim0.default": _dim0,
     "torchao.mxfp8_quantize.default": _quantize_cuda,
     "ao.mslk_quantize_nvfp4.default": _mslk_nvfp4,
 }
+_TORCHAO_COLUMNS: dict[str, Describe] = {
+    "torchao.mxfp8_quantize_2d_32x1_cutedsl.default": _cutedsl_columns,
+    "torchao.triton_to_mxfp8_dim1.default": _dim1,
+    "torchao.mxfp8_quantize.default": _quantize_cuda_columns,
+}
+_KERNELS: dict[str, Describe] = {"to_mxfp8_dim0_kernel": _dim0_kernel}
+_COLUMN_KERNELS: dict[str, Describe] = {"to_mxfp8_dim1_kernel": _dim1_kernel}
 
 
-def _torchao(node: Node) -> Describe | None:
+def _torchao(node: Node, *, columns: bool = False) -> Describe | None:
     """The describer of torchao's own ops, by name: most exist only where there is such a chip."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return _TORCHAO.get(str(node.target))
+        return (_TORCHAO_COLUMNS if columns else _TORCHAO).get(str(node.target))
     if str(node.target) == _KERNEL_NODE:
-        return _dim0_kernel if _kernel_name(node) == "to_mxfp8_dim0_kernel" else None
+        return (_COLUMN_KERNELS if columns else _KERNELS).get(_kernel_name(node))
     return None
 
 

@@ -17,6 +17,7 @@ from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten, moves, opaque
 from mxnorm_pass.recognise.cast import CastSite, anchors, cast_site, check_rows, whole
 from mxnorm_pass.recognise.cast_spec import CastSpec, recognise_cast
+from mxnorm_pass.recognise.columns import SiteColumns, find_columns
 from mxnorm_pass.recognise.consumers import (
     Consumers,
     WeightCast,
@@ -49,6 +50,8 @@ class Site:
     """Casts of the same function of the same norm."""
     claimed: frozenset[Node] = frozenset()
     """Nodes of all casts of the graph, whatever became of them."""
+    columns: SiteColumns = field(default_factory=SiteColumns)
+    """Casts of the norm's output along tokens; of several sites of one output, at the first."""
 
     @property
     def readers(self) -> list[Reader]:
@@ -218,6 +221,12 @@ def find_sites(graph: Graph, config: MXNormConfig) -> Found:
     for group in found.sites:
         group.claimed = frozenset(claimed)
     _keep_what_is_sent_anyway(found)
+    outputs: dict[Node, SiteColumns] = {}
+    for group in found.sites:
+        for reader in group.readers:
+            if not reader.moves:
+                outputs.setdefault(reader.source, group.columns)
+    find_columns(graph, outputs.items(), strict=config.strict)
     return found
 
 

@@ -163,16 +163,16 @@ def view(edit: Edit, source: Node, like: Node, sizes_from: Node, *, after: Node)
 
     One symbolic size is written -1. Several are read off ``sizes_from``, a tensor that stays alive.
     """
-    return _view_as(edit, source, aten.shape(like), like, sizes_from, after)
+    return view_as(edit, source, aten.shape(like), like, sizes_from, after)
 
 
 def view_last(edit: Edit, source: Node, like: Node, sizes_from: Node, *, after: Node) -> Node:
     """``source`` in the shape of ``like`` but for the last axis, which it keeps."""
     size = (*aten.shape(like)[:-1], aten.shape(source)[-1])
-    return _view_as(edit, source, size, like, sizes_from, after)
+    return view_as(edit, source, size, like, sizes_from, after)
 
 
-def _view_as(
+def view_as(
     edit: Edit,
     source: Node,
     size: tuple[int | torch.SymInt, ...],
@@ -180,6 +180,7 @@ def _view_as(
     sizes_from: Node,
     after: Node,
 ) -> Node:
+    """``source`` in the given shape; see :func:`view`. ``like`` is named where it cannot be."""
     if aten.same_shape(aten.shape(source), size):
         return source
     if not is_contiguous_or_false(source.meta["val"]):

@@ -103,7 +103,7 @@ def rewrite_site(
         for old in reader.cast.codes:
             edit.replace(old, view(edit, codes, old, norm.x, after=codes))
         for old in reader.cast.scales:
-            edit.replace(old, _stored_scale(edit, scales, old, norm.x))
+            edit.replace(old, stored_scale(edit, scales, old, norm.x))
         _release_sizes(edit, site, (reader.cast.source, *reader.cast.chain, *reader.moves))
     if fold:
         assert site.weights is not None and norm.gain is not None
@@ -132,7 +132,7 @@ def _converted(edit: Edit, new: Node, old: Node) -> Node:
     return edit.call(aten.CONVERT, (new, aten.dtype(old)), like=new, after=new)
 
 
-def _stored_scale(edit: Edit, scale: Node, old: Node, sizes_from: Node) -> Node:
+def stored_scale(edit: Edit, scale: Node, old: Node, sizes_from: Node) -> Node:
     """The op's scale in the shape and the form in which the graph kept it."""
     new = view(edit, scale, old, sizes_from, after=scale)
     stored = aten.dtype(old)
