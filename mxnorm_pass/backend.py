@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import fnmatch
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from mxnorm_pass import compat
-from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.config import MXNormConfig, matches
 from mxnorm_pass.graph_pass import MXNormPass, switched_off
 from mxnorm_pass.inner import compile_inner, run_eagerly
 from mxnorm_pass.report import GraphReport, Report, RewriteError, dump, generated, store
@@ -70,7 +69,7 @@ class MXNormBackend:
         else:
             # torch found the compiled graph in its cache and did not call the pass. A dump needs
             # the graph itself.
-            if dump.folder(config.dump_dir) is None:
+            if not dump.folders(config.dump_dir):
                 graphs = store.load(key)
                 for graph in graphs:
                     dump.trace(graph)
@@ -273,7 +272,7 @@ def _idle_choices(config: MXNormConfig, report: Report) -> list[str]:
         f"{name}={glob!r} matches no norm"
         for name in ("include", "exclude", "exact")
         for glob in getattr(config, name)
-        if glob != "*" and not any(fnmatch.fnmatchcase(path, glob) for path in paths)
+        if glob != "*" and not any(matches(path, glob) for path in paths)
     ]
     idle += [f"off={site!r}: there is no such site" for site in sorted(switched_off(config) - ids)]
     if config.correction != "gaussian":

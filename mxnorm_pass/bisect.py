@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mxnorm_pass.config import ids_in
+
 _CHECK = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("__mxnorm_check__", sys.argv[1])
@@ -140,7 +142,10 @@ class _Search:
 
     def _fails(self, on: frozenset[str]) -> bool:
         if on not in self.known:
-            off = ",".join(site for site in self.sites if site not in on)
+            # What the user has switched off stays off in every run.
+            named = ids_in(os.environ.get("MXNORM_OFF", ""))
+            # A line end behind the last one too: an id may hold a comma.
+            off = "\n".join((*named, *(site for site in self.sites if site not in on), ""))
             what = f"{len(on)} of {len(self.sites)} sites on"
             self.known[on] = not self._passes({"MXNORM_OFF": off}, what)
         return self.known[on]

@@ -42,8 +42,19 @@ class Constants(dict[str, float]):
         self.blocks = dict(blocks)
 
 
+def ids_in(variable: str) -> list[str]:
+    """Ids in ``MXNORM_OFF``: by commas, or by lines where an id holds a comma itself."""
+    parts = variable.split("\n" if "\n" in variable else ",")
+    return [part.strip() for part in parts if part.strip()]
+
+
+def matches(path: str, glob: str) -> bool:
+    """Whether a glob means a module path; a path means itself, whatever characters it holds."""
+    return path == glob or fnmatch.fnmatchcase(path, glob)
+
+
 def _hit(path: str, globs: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+    return any(matches(path, glob) for glob in globs)
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ class MXNormConfig:
         exact: module-path globs of norms that keep the true RMS under ``rms="mx"``; their gains
             stay in the op.
         off: ids of sites to leave alone, as reports name them (``layers.0.norm#0``); the variable
-            ``MXNORM_OFF`` adds to them, separated by commas.
+            ``MXNORM_OFF`` adds to them, separated by commas or lines.
         require_rewrites: raise :class:`mxnorm_pass.RewriteError` for a graph with fewer rewritten
             sites.
         strict: raise on an internal failure instead of leaving the site alone; check the graph
@@ -76,7 +87,7 @@ class MXNormConfig:
             row. Block scales lose range, not precision: see
             :func:`mxnorm_pass.theory.computed_bound`.
         dump_dir: folder for each graph before and after, their difference and the report, by rank;
-            without it the variable ``MXNORM_DUMP`` names one.
+            the variable ``MXNORM_DUMP`` names another.
         inner: ``inductor`` generates code; ``eager`` runs the same graphs without code generation.
 
     Raises:

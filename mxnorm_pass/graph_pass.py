@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from mxnorm_pass.compat import CustomGraphPass, stable_topological_sort, unset_fake_temporarily
-from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.config import MXNormConfig, ids_in
 from mxnorm_pass.ops import kernels
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import Declined, Found, Site, aten, find_sites, opaque
@@ -266,8 +266,8 @@ class MXNormPass(CustomGraphPass):
 
 
 def disabled() -> bool:
-    """``MXNORM_DISABLE`` is set to something else than 0 or nothing."""
-    return os.environ.get(DISABLE, "0") not in ("", "0")
+    """``MXNORM_DISABLE`` is set, and not to a word for no."""
+    return os.environ.get(DISABLE, "").lower() not in ("", "0", "false", "no", "off")
 
 
 def is_joint(graph: Graph) -> bool:
@@ -280,8 +280,7 @@ def is_joint(graph: Graph) -> bool:
 
 def switched_off(config: MXNormConfig) -> frozenset[str]:
     """Ids of sites that the options or ``MXNORM_OFF`` switch off."""
-    named = (part.strip() for part in os.environ.get(OFF, "").split(","))
-    return frozenset((*config.off, *filter(None, named)))
+    return frozenset((*config.off, *ids_in(os.environ.get(OFF, ""))))
 
 
 def _leave_alone(found: Found, config: MXNormConfig) -> None:

@@ -5,6 +5,7 @@ torch's structured trace (``TORCH_TRACE``), which tlparse shows beside Inductor'
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import os
 import re
@@ -33,10 +34,9 @@ _INDEX_HEAD = """# Graphs that mxnorm_pass saw
 """
 
 
-def folder(configured: str | None) -> Path | None:
-    """Where to write: the option, else the variable ``MXNORM_DUMP``, else nowhere."""
-    chosen = configured or os.environ.get(VARIABLE)
-    return Path(chosen) if chosen else None
+def folders(configured: str | None) -> list[Path]:
+    """Where to write: what the option names, and what the variable ``MXNORM_DUMP`` does."""
+    return [Path(f) for f in dict.fromkeys((configured, os.environ.get(VARIABLE))) if f]
 
 
 class Dump:
@@ -49,9 +49,9 @@ class Dump:
     """
 
     def __init__(self, configured: str | None, graph: Graph) -> None:
-        self.root = folder(configured)
+        self.roots = folders(configured)
         self.before = ""
-        if self.root is not None or compat.structured_trace():
+        if self.roots or compat.structured_trace():
             self.before = _guarded(lambda: _code(graph)) or ""
 
     def after(self, graph: Graph, result: GraphReport) -> None:
@@ -70,28 +70,29 @@ class Dump:
         )
         changes = "\n".join(lines) + "\n"
         trace(result, {"before": self.before, "after": after, "changes": changes})
-        if self.root is not None:
+        if self.roots:
             files = {"before.py": self.before, "after.py": after, "changes.diff": changes}
             files["sites.json"] = Report([result]).to_json()
-            self._write(files, result)
+            for root in self.roots:
+                _guarded(functools.partial(_write, root, files, result))
 
-    def _write(self, files: dict[str, str], result: GraphReport) -> None:
-        assert self.root is not None
-        rank = self.root / f"rank_{_rank()}"
-        name = _new_folder(rank)
-        for path, text in files.items():
-            (rank / name / path).write_text(text, encoding="utf-8")
-        index = rank / "index.md"
-        kind = "training" if result.training else "inference"
-        links = ", ".join(f"[{path}]({name}/{path})" for path in files)
-        row = (
-            f"| {name} | {kind} | {len(result.sites)} | {result.rewritten} | {result.declined} "
-            f"| {result.seconds * 1e3:.0f} ms | {links} |\n"
-        )
-        # One write each, so that processes of one rank do not tear each other's rows.
-        head = "" if index.exists() else _INDEX_HEAD
-        with index.open("a", encoding="utf-8") as file:
-            file.write(head + row)
+
+def _write(root: Path, files: dict[str, str], result: GraphReport) -> None:
+    rank = root / f"rank_{_rank()}"
+    name = _new_folder(rank)
+    for path, text in files.items():
+        (rank / name / path).write_text(text, encoding="utf-8")
+    index = rank / "index.md"
+    kind = "training" if result.training else "inference"
+    links = ", ".join(f"[{path}]({name}/{path})" for path in files)
+    row = (
+        f"| {name} | {kind} | {len(result.sites)} | {result.rewritten} | {result.declined} "
+        f"| {result.seconds * 1e3:.0f} ms | {links} |\n"
+    )
+    # One write each, so that processes of one rank do not tear each other's rows.
+    head = "" if index.exists() else _INDEX_HEAD
+    with index.open("a", encoding="utf-8") as file:
+        file.write(head + row)
 
 
 def trace(result: GraphReport, graphs: dict[str, str] | None = None) -> None:

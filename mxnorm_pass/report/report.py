@@ -171,11 +171,24 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Inverse of :meth:`to_json`; ValueError for text of another schema."""
-        content = json.loads(text)
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: for what is no JSON text, or a report of another schema.
+        """
+        try:
+            content = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"expected the JSON text of a report: {error}") from error
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:
             raise ValueError(f"not a report of schema {SCHEMA}")
-        return cls([_graph(g) for g in content["graphs"]], list(content["warnings"]))
+        try:
+            return cls([_graph(g) for g in content["graphs"]], list(content["warnings"]))
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(
+                f"not a report of schema {SCHEMA}, see docs/report.schema.json: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def _graph(content: dict[str, Any]) -> GraphReport:

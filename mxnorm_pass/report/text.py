@@ -22,7 +22,12 @@ def render(report: Report) -> str:
         f"mxnorm: {len(report.graphs)} graph(s) seen, {len(sites)} site(s), {rewritten} rewritten, "
         f"{len(sites) - rewritten} declined"
     ]
-    if not sites and not any(graph.failure for graph in report.graphs):
+    if not report.graphs:
+        lines.append(
+            "No graph was compiled yet. A backend of your own, mxnorm_pass.backend(...), keeps its "
+            "report itself: backend.report."
+        )
+    elif not sites and not any(graph.failure for graph in report.graphs):
         lines.append("Nothing to rewrite: no MX cast in these graphs is fed by an RMSNorm.")
     cached = sum(graph.from_cache for graph in report.graphs)
     if cached:
