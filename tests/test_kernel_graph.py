@@ -16,6 +16,7 @@ from mxnorm_pass.formats import Cast
 
 triton = pytest.importorskip("triton")
 BF16 = (torch.bfloat16, torch.bfloat16)
+SWIZZLED_NVFP4 = "e2m1/b16/e4m3/reciprocal/clamp/swizzled"
 
 
 class Driver:
@@ -100,3 +101,27 @@ def test_only_the_partial_maxima_are_written() -> None:
         "PROGRAMS": 1024,
     }
     assert written(rmsnorm_absmax_kernel, arguments) == {"partial_ptr"}
+
+
+@pytest.mark.parametrize("cast", ["e4m3/b32/rceil_log2/reciprocal/clamp/plain", SWIZZLED_NVFP4])
+def test_only_outputs_of_the_column_kernel_are_written(cast: str) -> None:
+    from mxnorm_pass.ops.kernels.cols import rmsnorm_mxquant_colwise_kernel
+    from mxnorm_pass.ops.kernels.cols_launch import constants, tile_of
+
+    spec = Cast.parse(cast)
+    x = torch.empty(64, 2880, dtype=torch.bfloat16)
+    tile = tile_of(spec.block_size, x.dtype, x.dtype)
+    arguments = {
+        "x_ptr": x,
+        "rstd_ptr": torch.empty(64, 1),
+        "gain_ptr": x[0],
+        "tensor_scale_ptr": torch.empty(()) if spec.rule == "e4m3" else None,
+        "qdata_ptr": torch.empty(2880, 64, dtype=torch.uint8),
+        "scale_ptr": torch.empty(2944 * 4, dtype=torch.uint8),
+        "blocks": 64 // spec.block_size,
+        "x_inner": 1,
+        "x_outer_stride": 0,
+        "x_stride": 2880,
+        **constants(spec, 2880, BF16, 1, tile),
+    }
+    assert written(rmsnorm_mxquant_colwise_kernel, arguments) == {"qdata_ptr", "scale_ptr"}
