@@ -4,6 +4,8 @@ oracle, which see the same rows by another way.
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import functools
 import json
 import math
@@ -12,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from models import HandLinear, hand_model, inference_block, rows
 from torch import Tensor, nn
 
@@ -163,6 +167,23 @@ def test_exact_where_fidelity_says_so() -> None:
     }
 
 
+@given(
+    path=st.text(st.sampled_from("ab.*?[]!-#\\\n") | st.characters(), min_size=1),
+    other=st.text(st.sampled_from("ab.*?[]!-"), min_size=1),
+)
+@example(path="experts[0].norm", other="experts0.norm")
+@example(path="a*?[!b]", other="aa*?[!b]")
+def test_exact_where_names_a_norm_whatever_its_path(path: str, other: str) -> None:
+    """``exact`` holds globs: the flagged path matches, and no other one."""
+    sites = [dataclasses.replace(found().flagged[0], id=f"{path}#{n}", norm=path) for n in (0, 1)]
+    config = dataclasses.replace(found(), sites=sites).exact_where()
+    (glob,) = config.exact  # one norm
+    assert fnmatch.fnmatchcase(path, glob)
+    assert fnmatch.fnmatchcase(other, glob) == (other == path)
+    # Not twice, when it is there already.
+    assert dataclasses.replace(found(), sites=sites, config=config).exact_where() == config
+
+
 def test_json_is_valid_and_complete(tmp_path: Path) -> None:
     path = tmp_path / "fidelity.json"
     text = found().to_json(path)
@@ -302,6 +323,14 @@ def test_modes_and_compiled_modules_come_back() -> None:
         ({"bound": 0}, "bound"),
         ({"tail": 1}, "tail"),
         ({"samples": 0}, "samples"),
+        ({"samples": 1.5}, "samples=1.5: expected a whole number"),
+        ({"worst": 0}, "worst=0: expected a whole number"),
+        ({"bound": "x"}, "bound='x': expected a number above zero"),
+        ({"bound": None}, "bound=None: expected"),
+        ({"bound": True}, "bound=True: expected"),
+        ({"bound": math.nan}, "bound=nan: expected"),
+        ({"worst_bound": [1]}, r"worst_bound=\[1\]: expected a number above zero"),
+        ({"tail": "x"}, "tail='x': expected a share"),
     ],
 )
 def test_what_fidelity_does_not_take(kwargs: dict[str, Any], says: str) -> None:
@@ -344,5 +373,7 @@ def test_a_gpu_sees_what_the_cpu_sees() -> None:
     assert gpu.estimate_error == pytest.approx(cpu.estimate_error, rel=1e-2)
     assert gpu.cast_error == pytest.approx(cpu.cast_error, rel=1e-2)
     assert calibrate(model, x.cuda()).norms["0"].c == pytest.approx(c, rel=1e-4)
-    with fold_gains(nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 8)).cuda(), x[:8, :64].cuda()) as h:
+    model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 8)).cuda()
+    nn.init.normal_(model[0].weight, 1, 0.3)
+    with fold_gains(model, x[:8, :64].cuda()) as h:
         assert len(h.folded) == 1 and h.output_sqnr > 100

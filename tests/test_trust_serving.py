@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,39 @@ def test_what_to_rmsnorm_does_not_take() -> None:
         to_rmsnorm(Several(), [])
 
 
+def test_a_gain_is_divided_once() -> None:
+    """A second run is refused until the first is undone, on a copy of the model as well."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RMSNorm(K), HandLinear(K, K), nn.RMSNorm(K), HandLinear(K, 8))
+    x = torch.distributions.Laplace(0.0, 1.0).sample((64, K))
+    start = [p.detach().clone() for p in model.parameters()]
+    first = to_rmsnorm(model, x, config=MXNormConfig(exact="2"))
+    assert [g.gain for g in first.gains] == ["0.weight"]
+    now = [p.detach().clone() for p in model.parameters()]
+    for again in (model, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match=r"^0\.weight: .* already"):
+            to_rmsnorm(again, x)
+        assert all(torch.equal(p, q) for p, q in zip(again.parameters(), now, strict=True))
+    # Norms that the first run left alone are free.
+    second = to_rmsnorm(model, x, config=MXNormConfig(exact="0"))
+    assert [g.gain for g in second.gains] == ["2.weight"]
+    first.undo()
+    second.undo()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
+    with to_rmsnorm(model, x) as both:
+        assert [g.gain for g in both.gains] == ["0.weight", "2.weight"]
+        with torch.no_grad():
+            kept = model[0].weight.clone()
+            model[0].weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"undo: 0\.weight changed"):
+            both.undo()
+        with pytest.raises(RuntimeError, match="already"):  # the mark is there still
+            to_rmsnorm(model, x)
+        with torch.no_grad():
+            model[0].weight.copy_(kept)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
+
+
 # --- settings beside a checkpoint -----------------------------------------------------------------
 
 
@@ -227,6 +262,44 @@ def test_a_mismatch_is_named(other: Report, says: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as error:
         load_settings(tmp_path).check(other)
     assert says in str(error.value) and "mxnorm.json" in str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    class Counted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            ran.append(x)
+            return x
+
+    def calibrate(path: Path) -> None:
+        mxnorm_pass.calibrate(Counted(), torch.ones(2, K), path=path)
+
+    def save(path: Path) -> None:
+        # Before a report without sites is complained about.
+        save_settings(path, MXNormConfig(), report())
+
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.json").mkdir()
+    for write in (calibrate, save):
+        with pytest.raises(FileNotFoundError, match=r"folder .*nodir does not exist"):
+            write(tmp_path / "nodir" / "c.json")
+        with pytest.raises(NotADirectoryError, match=r"folder .*file is a file"):
+            write(tmp_path / "file" / "c.json")
+        with pytest.raises(IsADirectoryError, match=r"folder\.json is a folder"):
+            write(tmp_path / "folder.json")
+    old = tmp_path / "old.json"
+    old.write_text("kept")
+    # The superuser may write everywhere, so the system's answer is stood in for.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for write in (calibrate, save):
+        with pytest.raises(PermissionError, match=r"cannot write c\.json.*folder"):
+            write(tmp_path / "c.json")
+        with pytest.raises(PermissionError, match=r"old\.json: no permission"):
+            write(old)
+    assert not ran and old.read_text() == "kept"
 
 
 def test_files_that_are_no_settings(tmp_path: Path) -> None:

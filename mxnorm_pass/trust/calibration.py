@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.theory import correction as gaussian_correction
+from mxnorm_pass.trust.files import check_writable
 from mxnorm_pass.trust.measuring import ratio_ends
 from mxnorm_pass.trust.statistics import LogHistogram
 from mxnorm_pass.trust.tables import number, scope, table, wrap
@@ -151,8 +152,10 @@ def calibrate(
 
     Raises:
         ValueError: for another p, no batches, or a model without a site.
-        OSError: where the file cannot be written.
+        OSError: where the file cannot be written; known before the model runs.
     """
+    if path is not None:
+        check_writable(Path(path))
     given = config or MXNormConfig()
     chosen = dataclasses.replace(
         given, rms="mx", p=given.p if p is None else p, correction="gaussian", exact=()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,33 @@ import torch
 from torch import Tensor
 
 from mxnorm_pass.trust.statistics import Noise
+
+Formula = Callable[[Tensor], Tensor]
+"""From a parameter's values to the new ones in float64, the same in every call."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One parameter: what it was, and how its new values come of that."""
+
+    name: str
+    tensor: Tensor
+    original: Tensor
+    formula: Formula
+
+    def left_alone(self) -> bool:
+        """Whether the parameter holds what this change wrote, or its original again."""
+        # Computed once more: a copy of what was written would take a model's memory again.
+        written = self.formula(self.original).to(self.original.dtype)
+        return _same_bits(self.tensor, written) or _same_bits(self.tensor, self.original)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in dtype, shape and every bit: NaN is itself, and -0 is not 0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+    return torch.equal(a.detach().view(bits), b.detach().to(a.device).view(bits))
 
 
 class Changes(AbstractContextManager["Changes"]):
@@ -21,13 +49,19 @@ class Changes(AbstractContextManager["Changes"]):
     """
 
     def __init__(self) -> None:
-        self._saved: list[tuple[Tensor, Tensor]] = []
+        self._saved: list[_Change] = []
 
-    def overwrite(self, tensor: Tensor, values: Tensor) -> None:
-        """Give ``tensor`` new values, keeping its own."""
+    def overwrite(self, name: str, tensor: Tensor, formula: Formula) -> Rounding:
+        """Give ``tensor``, called ``name``, the values ``formula(tensor)`` in its dtype.
+
+        Each tensor once. Its own values are kept; returns what the rounding added.
+        """
         with torch.no_grad():
-            self._saved.append((tensor, tensor.detach().clone()))
-            tensor.copy_(values)
+            change = _Change(name, tensor, tensor.detach().clone(), formula)
+            exact = formula(change.original)
+            self._saved.append(change)
+            tensor.copy_(exact.to(tensor.dtype))
+            return Rounding.of(exact, tensor.detach())
 
     @property
     def active(self) -> bool:
@@ -35,11 +69,21 @@ class Changes(AbstractContextManager["Changes"]):
         return bool(self._saved)
 
     def undo(self) -> None:
-        """Put the originals back; whatever happened to the values since is lost. Safe to repeat."""
+        """Put the originals back. Safe to repeat.
+
+        Raises:
+            RuntimeError: naming every parameter that something else has changed since; then nothing
+                is put back, neither there nor elsewhere.
+        """
         with torch.no_grad():
-            # Backwards: a tensor that was overwritten twice gets its first values.
-            for tensor, original in reversed(self._saved):
-                tensor.copy_(original)
+            strange = [change.name for change in self._saved if not change.left_alone()]
+            if strange:
+                raise RuntimeError(
+                    f"undo: {', '.join(strange)} changed since, so nothing was put back: undo "
+                    "later changes first, the last one before the others"
+                )
+            for change in self._saved:
+                change.tensor.copy_(change.original)
         self._saved.clear()
 
     def __exit__(self, *error: Any) -> None:

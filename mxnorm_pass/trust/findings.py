@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ from mxnorm_pass.trust.statistics import Channel, Worst
 from mxnorm_pass.trust.tables import flagged_lines, site_table
 
 SCHEMA = "mxnorm-fidelity/1"
+
+
+def as_glob(path: str) -> str:
+    """The glob that matches ``path`` and nothing else."""
+    return re.sub(r"[*?\[]", r"[\g<0>]", path)
 
 
 @dataclass
@@ -129,7 +135,7 @@ class Fidelity:
 
         A flagged norm that has no module path cannot be named: then all norms keep it.
         """
-        norms = list(dict.fromkeys(site.norm for site in self.flagged))
+        norms = list(dict.fromkeys(as_glob(site.norm) for site in self.flagged))
         if not all(norms):
             return dataclasses.replace(self.config, rms="exact", gain="auto")
         new = (norm for norm in norms if norm not in self.config.exact)

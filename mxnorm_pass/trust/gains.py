@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,7 @@ class FoldedGains(Changes):
             lines += table(rows)
         for gain in self.left:
             lines += wrap(f"{gain.gain}: left: {'; '.join(gain.why_left)}")
-        if not math.isnan(self.output_sqnr):
+        if self.linears and not math.isnan(self.output_sqnr):
             lines.append(f"outputs before over their change: {decibel(self.output_sqnr)} dB")
         return "\n".join(lines)
 
@@ -135,8 +136,9 @@ def fold_gains(
     For a model that serves, before ``quantize_``: ``norm(x) * g @ W.T = norm(x) @ (W * g).T``. The
     model is traced on the batches; a gain is folded only if everything that is computed from it is
     the left side of a matmul whose weight is a parameter of two axes, stored in plain numbers, read
-    by nobody else, and tied to nothing. Else it stays, with the reason. Code that the batches do
-    not reach is not seen: give batches that take every path.
+    by nobody else, and tied to nothing. Else it stays, with the reason; so does a gain of ones, as
+    of a model that is folded already. Code that the batches do not reach is not seen: give batches
+    that take every path.
 
     Args:
         model: the module; its parameters change until :meth:`FoldedGains.undo`.
@@ -195,24 +197,28 @@ def _fold(
     if entry.why_left:
         return entry
     stored = parameters.tensors[use.gain]
+    neutral = 0.0 if entry.kind == "1+w" else 1.0
+    if bool((stored == neutral).all()):
+        entry.why_left.append("nothing to fold: the gain is 1")
+        return entry
     gain = gain_values(entry.kind, stored).flatten()
-    products: dict[str, tuple[Tensor, Tensor]] = {}
-    for reader in use.readers:
-        weight = parameters.tensors[reader.weight]
-        exact = weight.detach().double() * (gain if reader.axis == 1 else gain.unsqueeze(-1))
-        rounded = exact.to(weight.dtype)
-        if not bool((rounded.isfinite() | ~exact.isfinite()).all()):
-            entry.why_left.append(f"{reader.weight} * gain overflows {weight.dtype}")
+    # By the weight: a linear may be called twice.
+    readers = {reader.weight: reader for reader in use.readers}
+    products = {
+        name: functools.partial(torch.mul, other=gain if reader.axis == 1 else gain.unsqueeze(-1))
+        for name, reader in readers.items()
+    }
+    # All of them before the first one is written.
+    for name, product in products.items():
+        weight = parameters.tensors[name].detach()
+        exact = product(weight)  # float64, as the gain
+        if not bool((exact.to(weight.dtype).isfinite() | ~exact.isfinite()).all()):
+            entry.why_left.append(f"{name} * gain overflows {weight.dtype}")
             return entry
-        products[reader.weight] = (exact, rounded)
-    for reader in use.readers:
-        if reader.weight not in products:
-            continue  # a linear that is called twice
-        exact, rounded = products.pop(reader.weight)
-        rounding = Rounding.of(exact, rounded)
-        handle.linears.append(FoldedLinear(reader.path, reader.weight, use.gain, rounding))
-        handle.overwrite(parameters.tensors[reader.weight], rounded)
-    handle.overwrite(stored, torch.full_like(stored, 0.0 if entry.kind == "1+w" else 1.0))
+    for name, product in products.items():
+        rounding = handle.overwrite(name, parameters.tensors[name], product)
+        handle.linears.append(FoldedLinear(readers[name].path, name, use.gain, rounding))
+    handle.overwrite(use.gain, stored, lambda w: torch.full_like(w, neutral, dtype=torch.float64))
     return entry
 
 

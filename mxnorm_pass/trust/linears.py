@@ -64,6 +64,7 @@ class GainUse:
         kinds: ``w`` or ``1+w``, and ``other`` for what else the graph makes of it.
         readers: the linears.
         blockers: why the gain cannot be moved into their weights.
+        quantised: what reads it and casts already, which is then the one reason.
         linears: all module paths that were seen to read it, whatever they do with it.
     """
 
@@ -72,6 +73,7 @@ class GainUse:
     kinds: set[str] = field(default_factory=set)
     readers: list[Reader] = field(default_factory=list)
     blockers: list[str] = field(default_factory=list)
+    quantised: list[str] = field(default_factory=list)
     linears: list[str] = field(default_factory=list)
 
     def block(self, why: str) -> None:
@@ -165,9 +167,9 @@ class _Finder:
         for site in find_sites(graph, MXNormConfig()).sites:
             use = self._use(site.norm, names)
             if use is not None:
-                linears = ", ".join(site.consumers) or "a matmul"
                 use.linears.extend(c for c in site.consumers if c not in use.linears)
-                use.block(f"{linears}: quantised already; fold before quantize_")
+                found = site.consumers or ["a matmul"]
+                use.quantised.extend(c for c in found if c not in use.quantised)
 
     def _reader(self, matmul: Node, names: dict[Node, str]) -> str | None:
         """Notes a linear that reads a norm; returns the gain's name."""
@@ -233,6 +235,10 @@ class _Finder:
 
     def _finish(self, use: GainUse) -> None:
         """What only all graphs together, and the parameters' names, can tell."""
+        if use.quantised:
+            # The cast's own ops read the gain as well: no news to who quantised the model.
+            use.blockers = [f"{', '.join(use.quantised)}: quantised already; fold before quantize_"]
+            return
         if use.kinds - {"w", "1+w"} or len(use.kinds) > 1:
             use.block(
                 f"the gain is {' and '.join(sorted(use.kinds))} of the parameter, not w or 1+w"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -72,16 +73,19 @@ def fidelity(
         every flagged norm.
 
     Raises:
-        ValueError: for options that estimate nothing, bounds that are not positive, no batches, or
-            a model without a site.
+        ValueError: for options that estimate nothing, bounds and counts that are no positive
+            numbers, no batches, or a model without a site.
     """
     chosen = config or MXNormConfig()
     if chosen.rms == "exact":
         raise ValueError("config.rms is 'exact', which estimates nothing: give one with rms='mx'")
-    for name, value in (("bound", bound), ("worst_bound", worst_bound), ("samples", samples)):
-        if not value > 0:
+    for name, value in (("bound", bound), ("worst_bound", worst_bound)):
+        if not (_is_number(value) and value > 0):
             raise ValueError(f"{name}={value!r}: expected a number above zero")
-    if not 0 <= tail < 1:
+    for name, count in (("samples", samples), ("worst", worst)):
+        if not (_is_number(count) and isinstance(count, numbers.Integral) and count > 0):
+            raise ValueError(f"{name}={count!r}: expected a whole number above zero")
+    if not (_is_number(tail) and 0 <= tail < 1):
         raise ValueError(f"tail={tail!r}: expected a share, 0 <= tail < 1")
     watch = _Watch(bound, worst, samples)
     exact: list[float] = []
@@ -107,6 +111,10 @@ def fidelity(
         sum(estimated) / len(estimated) if estimated else None,
         tapped.report,
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 class _Watch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,16 @@ class BakedGain:
     rounding: Rounding
 
 
+MARK = "_mxnorm_baked"
+"""Attribute of a module: its own parameters that are baked. Copies of the module have it too."""
+
+
+def baked(owner: nn.Module) -> frozenset[str]:
+    """The module's parameters that hold a ratio."""
+    found: frozenset[str] = getattr(owner, MARK, frozenset())
+    return found
+
+
 class ToRMSNorm(Changes):
     """What :func:`to_rmsnorm` did; ``print`` it. :meth:`undo`, or leaving the context, restores.
 
@@ -59,6 +70,20 @@ class ToRMSNorm(Changes):
         self.loss_estimate: float | None = None
         self.loss_unbaked: float | None = None
         self.loss_baked: float | None = None
+
+        self._marked: list[tuple[nn.Module, str]] = []
+
+    def mark(self, owner: nn.Module, name: str) -> None:
+        """Note on a module that its parameter ``name`` is baked; :meth:`undo` takes that away."""
+        setattr(owner, MARK, baked(owner) | {name})
+        self._marked.append((owner, name))
+
+    def undo(self) -> None:
+        """Put the gains back; as :meth:`Changes.undo`."""
+        super().undo()
+        for owner, name in self._marked:
+            setattr(owner, MARK, baked(owner) - {name})
+        self._marked.clear()
 
     def __str__(self) -> str:
         state = "" if self.active or not self.gains else " (undone)"
@@ -123,6 +148,7 @@ def to_rmsnorm(
 
     Raises:
         ValueError: for ``rms="exact"``, no batches, or a model without a site.
+        RuntimeError: where a gain is baked already, and was not undone: it would be divided twice.
     """
     chosen = config or MXNormConfig()
     if chosen.rms == "exact":
@@ -136,6 +162,7 @@ def to_rmsnorm(
     with Tapped(target, chosen) as tapped:
         for batch in given:
             output = tapped.run(batch, "estimate", watch)
+            _refuse_baked(target, watch.gains)
             estimated.append(loss_of(output, batch, loss_fn))
     handle.loss_estimate = _mean(estimated)
     has_loss = handle.loss_estimate is not None
@@ -143,7 +170,7 @@ def to_rmsnorm(
     declined = {site.norm: site.reason for site in tapped.report.sites if site.status == "declined"}
     try:
         for name, gain in watch.gains.items():
-            _bake(handle, name, gain, tapped.parameters.tensors, declined)
+            _bake(handle, target, name, gain, declined)
         for norm, why in watch.without.items():
             handle.left.setdefault(norm, why)
         handle.loss_baked = _plain_loss(target, given, loss_fn) if has_loss else None
@@ -151,6 +178,25 @@ def to_rmsnorm(
         handle.undo()
         raise
     return handle
+
+
+def _owner(model: nn.Module, parameter: str) -> tuple[nn.Module, str]:
+    """The module that has a parameter, and what it calls it."""
+    path, _, name = parameter.rpartition(".")
+    return model.get_submodule(path), name
+
+
+def _refuse_baked(model: nn.Module, gains: Iterable[str]) -> None:
+    twice = []
+    for gain in gains:
+        owner, name = _owner(model, gain)
+        if name in baked(owner):
+            twice.append(gain)
+    if twice:
+        raise RuntimeError(
+            f"{', '.join(twice)}: to_rmsnorm has divided the gain by its ratio already, and would "
+            "do it twice: undo() the first run, or load the trained checkpoint into a new model"
+        )
 
 
 def _mean(losses: list[float | None]) -> float | None:
@@ -207,9 +253,9 @@ class _Watch:
 
 def _bake(
     handle: ToRMSNorm,
+    model: nn.Module,
     name: str,
     gain: _Gain,
-    tensors: dict[str, Tensor],
     declined: dict[str, str | None],
 ) -> None:
     norms = ", ".join(gain.norms)
@@ -228,9 +274,11 @@ def _bake(
         return
     ratios = next(iter(gain.ratios.values()))
     ratio = ratios.quantile(0.5)
-    stored = tensors[name]
-    exact = gain_values(gain.kind, stored) / ratio - (1.0 if gain.kind == "1+w" else 0.0)
-    rounded = exact.to(stored.dtype)
-    rounding = Rounding.of(exact, rounded)
+
+    def divided(stored: Tensor) -> Tensor:
+        return gain_values(gain.kind, stored) / ratio - (1.0 if gain.kind == "1+w" else 0.0)
+
+    owner, own_name = _owner(model, name)
+    handle.mark(owner, own_name)
+    rounding = handle.overwrite(name, getattr(owner, own_name), divided)
     handle.gains.append(BakedGain(norms, name, ratio, ratios.sd / ratio, ratios.count, rounding))
-    handle.overwrite(stored, rounded)

@@ -13,6 +13,7 @@ from typing import Any
 
 from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.report import Report
+from mxnorm_pass.trust.files import check_writable
 
 SCHEMA = "mxnorm-settings/1"
 NAME = "mxnorm.json"
@@ -130,10 +131,12 @@ def save_settings(where: str | Path, config: MXNormConfig, report: Report) -> Pa
 
     Raises:
         ValueError: where nothing was rewritten, or a norm has two constants.
-        OSError: where the file cannot be written.
+        OSError: where the file cannot be written, naming the folder.
     """
     from mxnorm_pass import __version__
 
+    path = settings_file(where)
+    check_writable(path)
     numbers = _numbers(report)
     if not numbers["rms"]:
         raise ValueError(f"nothing was rewritten, so there is nothing to write\n{report}")
@@ -146,7 +149,6 @@ def save_settings(where: str | Path, config: MXNormConfig, report: Report) -> Pa
         **numbers,
         "options": {name: described[name] for name in _OPTIONS},
     }
-    path = settings_file(where)
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     return path
 
