@@ -55,6 +55,8 @@ def fails(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["explain", "no_such_module:f"], "expected script.py:function"),
         (["explain", "nothing"], "expected script.py:function"),
         (["explain", "json:nothing"], "has no function 'nothing'"),
+        (["explain", "x.py:f", "--html", "no/such/x.html"], "there is no folder no/such"),
+        (["explain", "x.py:f", "--html", "/"], "this is a folder"),
         (["explain", "x.py:f", "--p", "3"], "p=3: allowed are 1, 2"),
         (["explain", "x.py:f", "--off", "norm"], "'<norm path>#<n>'"),
         (["constants", "--p", "0"], "p"),
@@ -100,6 +102,10 @@ def test_a_config_that_is_none(
     remote = config(model_type="mine", auto_map={"AutoConfig": "mine.Config"})
     status, message = fails(["explain", "--config", remote], capsys)
     assert status == 2 and "auto_map" in message and "script.py:function" in message
+    # A refusal in several lines: the one that says why is among them.
+    wrong = config(model_type="llama", hidden_size="big")
+    status, message = fails(["explain", "--config", wrong], capsys)
+    assert status == 2 and "expected int, got str" in message
     # No such head size: transformers itself refuses.
     odd = config(model_type="llama", hidden_size=100, num_attention_heads=3)
     status, message = fails(["explain", "--config", odd], capsys)
@@ -141,6 +147,13 @@ def test_json_is_all_that_stdout_gets(
         assert main(argv) == 0
         out, _ = capfd.readouterr()
         assert isinstance(json.loads(out), dict)
+
+
+def test_help_says_what_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--train trace with gradients: the default with --config" in words
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, str]]:

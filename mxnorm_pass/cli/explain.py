@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError("explain takes either script.py:function or --config config.json")
     if args.train and args.infer:
         raise UsageError("--train and --infer exclude each other")
+    _check_page(args)
     options = _options(args)
     if args.config is not None:
         return _config(args, options, out)
@@ -40,8 +42,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError(f"--{given[0]} goes with --config; {args.target} brings its own model")
     with out.quiet():
         report = _target(args, options)
-    _html(args, report, out)
     out.result(report.to_json, str(report))
+    _html(args, report, out)
     return _required(args, report.rewritten)
 
 
@@ -81,7 +83,6 @@ def _config(args: argparse.Namespace, options: MXNormConfig, out: Output) -> int
     with out.quiet():
         whole = _whole(args, options, path, content, fmt, dtype)
     total = Total(whole, CHIPS[args.chip or "b200"])
-    _html(args, whole.report, out)
     out.result(
         lambda: json.dumps(
             {
@@ -99,6 +100,7 @@ def _config(args: argparse.Namespace, options: MXNormConfig, out: Output) -> int
         ),
         "\n".join([*show_whole(whole, out.width), "", *show_savings(total, out.width)]),
     )
+    _html(args, whole.report, out)
     return _required(args, whole.rewritten)
 
 
@@ -137,15 +139,25 @@ def _whole(
     )
 
 
+def _check_page(args: argparse.Namespace) -> None:
+    """Before the trace, which takes its time: can the page be written?"""
+    if args.html is None:
+        return
+    path = Path(args.html)
+    if path.is_dir():
+        raise UsageError(f"--html {path}: this is a folder; expected the name of a file")
+    if not path.parent.is_dir():
+        raise UsageError(f"--html {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--html {path}: cannot be written")
+
+
 def _html(args: argparse.Namespace, report: Report, out: Output) -> None:
     if args.html is None:
         return
     path = Path(args.html)
-    write = getattr(report, "to_html", None)
-    if write is None:
-        raise UsageError("--html: this version of mxnorm_pass has no HTML report")
     with out.quiet():
-        write(path)
+        report.to_html(path)
     out.note(f"wrote {path}")
 
 

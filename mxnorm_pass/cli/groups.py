@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 
 from mxnorm_pass.cli.layers import Layers
+from mxnorm_pass.cli.places import (
+    Counts,
+    Home,
+    Parts,
+    collapse,
+    counts,
+    ends,
+    followed,
+    home_of,
+    inside,
+    named,
+    split,
+    untraced_next,
+    within,
+)
 from mxnorm_pass.cli.quantise import Verdict
 from mxnorm_pass.cli.readers import Output, Reader, Readers
 from mxnorm_pass.cli.savings import Traffic, traffic
@@ -22,8 +38,15 @@ class SiteGroup:
         kind: label of their layers; "" outside the layers.
         stack: path of the list of layers; "" outside.
         norm: module path within the layer.
-        consumers: module paths within the layer.
+        consumers: module paths within the layer; outside the layers whole paths, with ``*`` for
+            equal layers.
+        norms: the modules that ``norm`` names: where casts read a sum, those that go into it.
         count: how many there are in the whole model.
+        following: consumers in the layer behind, by their path in it.
+        following_count: how many of them have those.
+        outside: consumers elsewhere.
+        outside_count: how many of them have those.
+        spread: by stack, in how many of its layers the consumers of a norm outside are.
         residual: how many of them have the residual add in the op.
         rows: rows of the norm's output, None where it is no module.
         traffic: bytes of one of them, None where they are not known.
@@ -39,7 +62,13 @@ class SiteGroup:
     reason: str | None
     detail: str
     spec: dict[str, Any]
+    norms: list[str] = field(default_factory=list)
     count: int = 0
+    following: list[str] = field(default_factory=list)
+    following_count: int = 0
+    outside: list[str] = field(default_factory=list)
+    outside_count: int = 0
+    spread: dict[str, int] = field(default_factory=dict)
     residual: int = 0
     rows: int | None = None
     traffic: Traffic | None = None
@@ -104,90 +133,125 @@ def left_alone(
     return list(groups.values())
 
 
-def _place(layers: Layers, path: str) -> tuple[str, str, str, int]:
-    """Stack, label of the kind, path in the layer, and how many layers a traced path stands for."""
-    found = layers.find(path)
-    if found is None:
-        return "", "", path, 1
-    kind, position, rest = found
-    return kind.stack, kind.label, rest, kind.weight(position)
+@dataclass
+class _Seen:
+    """A site of the trace, in its layer."""
+
+    site: SiteReport
+    home: Home | None
+    parts: Parts
+    counts: Counts
+    norms: dict[str, Parts]
+    """The norm modules it is of, and which of the consumers each of them feeds."""
+
+    @property
+    def stack(self) -> str:
+        return "" if self.home is None else self.home[0].stack
+
+    @property
+    def label(self) -> str:
+        return "" if self.home is None else self.home[0].label
 
 
-def _within(layers: Layers, path: str, norm: str) -> str:
-    """``path`` in the layer of ``norm``; as it is where it lies in another one."""
-    ours, theirs = layers.find(norm), layers.find(path)
-    same = ours is not None and theirs is not None and ours[:2] == theirs[:2]
-    return theirs[2] if same and theirs is not None else path
+def _seen(report: Report, layers: Layers, readers: Readers) -> list[_Seen]:
+    split_up = []
+    leaving: set[tuple[str, int]] = set()
+    for site in report.sites:
+        home = home_of(layers, site)
+        parts = split(layers, home, site.consumers)
+        split_up.append((site, home, parts))
+        if home is not None and parts.outside:
+            leaving.add((home[0].stack, home[1]))
+    return [
+        _Seen(site, home, parts, counts(layers, home, leaving), _norms(site, home, layers, readers))
+        for site, home, parts in split_up
+    ]
+
+
+def _norms(
+    site: SiteReport, home: Home | None, layers: Layers, readers: Readers
+) -> dict[str, Parts]:
+    """Of a cast of a sum, the norms that go into the sum."""
+    feeding: dict[str, list[str]] = {}
+    if site.norm in readers.norms:
+        feeding[site.norm] = site.consumers
+    else:
+        for path, output in readers.outputs.items():
+            fed = [c for c in site.consumers if c in output.sums]
+            if fed:
+                feeding[path] = fed
+    return {path: split(layers, home, fed) for path, fed in feeding.items()}
 
 
 def site_groups(
-    report: Report, layers: Layers, outputs: dict[str, Output], quantised: set[str]
+    report: Report, layers: Layers, readers: Readers, quantised: set[str]
 ) -> list[SiteGroup]:
     """The sites of a trace, equal ones in one group, in order of first occurrence."""
     groups: dict[object, SiteGroup] = {}
-    for site in report.sites:
-        stack, label, norm, weight = _place(layers, site.norm)
-        if (joint := _links(layers, site)) is not None:
-            weight = joint
-        consumers = [_within(layers, c, site.norm) for c in site.consumers]
-        output = outputs.get(site.norm)
+    for seen in _seen(report, layers, readers):
+        site, home = seen.site, seen.home
+        if home is None:
+            consumers, spread = collapse(layers, seen.parts.own)
+        else:
+            consumers, spread = within(layers, seen.parts.own), dict[str, int]()
+        output = readers.outputs.get(site.norm)
         moved = _traffic(site, output, quantised)
         residual = bool(site.spec.get("residual"))
         spec = {
             k: v for k, v in site.spec.items() if k != "residual" and not k.startswith("kernel")
         }
         what = (site.status, site.reason, sorted(map(repr, spec.items())))
-        key = repr((stack, label, norm, consumers, what, moved))
+        norm = site.norm if home is None else inside(home)
+        key = repr((seen.stack, seen.label, norm, consumers, what, moved))
         if key not in groups:
             groups[key] = SiteGroup(
-                label,
-                stack,
-                norm or "?",
+                seen.label,
+                seen.stack,
+                "",
                 consumers,
                 site.status,
                 site.reason,
                 site.detail.strip().splitlines()[-1] if site.detail.strip() else "",
                 spec,
+                spread=spread,
                 rows=None if output is None else output.rows,
                 traffic=moved,
-                also=[words(reader, layers, site.norm) for reader in _others(output, quantised)],
+                also=[words(reader, layers, home) for reader in _others(output, quantised)],
             )
-        groups[key].count += weight
-        groups[key].residual += weight * residual
+        _count(groups[key], seen, layers)
+        groups[key].residual += seen.counts.of(seen.parts) * residual
         groups[key].ids.append(site.id)
     return list(groups.values())
 
 
-def _links(layers: Layers, site: SiteReport) -> int | None:
-    """How often a site whose norm ends one layer and whose linears begin the next occurs.
+def _count(group: SiteGroup, seen: _Seen, layers: Layers) -> None:
+    """Add a site of the trace, and whatever its layer stands for, to a group."""
+    norms = named(layers, seen.home, list(seen.norms))
+    group.norms += [norm for norm in norms if norm not in group.norms]
+    path = seen.site.norm if seen.home is None else inside(seen.home)
+    # What a layer computes by itself has the path of the layer.
+    unnamed = "?" if seen.home is None else "(the layer itself)"
+    group.norm = ", ".join(group.norms) or path or unnamed
+    group.count += seen.counts.of(seen.parts)
+    if seen.parts.following:
+        group.following += [
+            c for c in within(layers, seen.parts.following) if c not in group.following
+        ]
+        group.following_count += seen.counts.following
+    if seen.parts.outside:
+        outside, _ = collapse(layers, seen.parts.outside)
+        group.outside += [c for c in outside if c not in group.outside]
+        group.outside_count += seen.counts.outside
 
-    Once per pair of neighbours, where all layers of the stack are alike; elsewhere once per traced
-    layer. None for a site that lies within a layer.
-    """
-    home = layers.find(site.norm)
-    if home is None:
-        return None
-    kind, position, _ = home
-    places = [layers.find(consumer) for consumer in site.consumers]
-    if all(p is not None and (p[0].stack, p[1]) == (kind.stack, position) for p in places):
-        return None
-    if all(p is None for p in places):
-        return None
-    alone = sum(other.stack == kind.stack for other in layers.kinds) == 1
-    if not alone or len(kind.traced) == len(kind.members):
-        return 1
-    return len(kind.members) - 1
 
-
-def linking(report: Report, layers: Layers) -> list[str]:
-    """Norms in layers whose linears are in another one: their number is a lower bound where the
-    layers of a stack differ.
+def linking(report: Report, layers: Layers, readers: Readers) -> list[str]:
+    """Norms of sites that join two layers of a stack where the layers behind those of a kind were
+    not traced: their number is a lower bound.
     """
     return [
-        site.norm
-        for site in report.sites
-        if _links(layers, site) is not None
-        and sum(k.stack == _place(layers, site.norm)[0] for k in layers.kinds) > 1
+        ", ".join(seen.norms) or seen.site.norm or "?"
+        for seen in _seen(report, layers, readers)
+        if seen.parts.following and not seen.parts.own and untraced_next(layers, seen.stack)
     ]
 
 
@@ -211,9 +275,9 @@ def _traffic(site: SiteReport, output: Output | None, quantised: set[str]) -> Tr
     )
 
 
-def words(reader: Reader, layers: Layers, norm: str) -> str:
+def words(reader: Reader, layers: Layers, home: Home | None) -> str:
     """A reader in words, its path relative to the layer of the norm."""
-    path = _within(layers, reader.path, norm)
+    path = ", ".join(named(layers, home, [reader.path])) if reader.path else ""
     return {
         "linear": f"{path} (a linear without a cast)",
         "router": f"{path} (a router)",
@@ -236,16 +300,42 @@ _WHY = {
 
 def unread(report: Report, layers: Layers, readers: Readers, quantised: set[str]) -> list[Unread]:
     """Norm modules that occur in the graphs and have no site, with what reads them."""
-    with_site = {site.norm for site in report.sites}
+    with_site: set[str] = set()
     # Of a norm that feeds the next layer, the last layer's is left.
-    ends = {_place(layers, s.norm)[2] for s in report.sites if _links(layers, s) is not None}
+    taken: Counter[tuple[str, str, str]] = Counter()
+    passing: set[tuple[str, str]] = set()
+    for seen in _seen(report, layers, readers):
+        for path, parts in seen.norms.items():
+            if path in with_site:
+                continue
+            with_site.add(path)
+            if (home := layers.find(path)) is not None:
+                taken[home[0].stack, home[0].label, home[2]] += seen.counts.of(parts)
+                if parts.following and not parts.own:
+                    passing.add((home[0].stack, home[2]))
     groups: dict[object, Unread] = {}
     for path in sorted(readers.norms & readers.reached, key=list(readers.modules).index):
         if path in with_site:
             continue
-        _, label, norm, weight = _place(layers, path)
-        weight = 1 if norm in ends else weight
-        why = _why(readers.modules[path], readers.outputs.get(path), layers, path)
+        home = layers.find(path)
+        output = readers.outputs.get(path)
+        why = _why(readers.modules[path], output, layers, home)
+        norm, weight, label = path, 1, ""
+        if home is not None:
+            kind, position, norm = home
+            label = kind.label
+            parts = split(layers, home, [r.path for r in output.readers] if output else [])
+            if parts.following and not parts.own:
+                weight = followed(layers, home)
+                passing.add((kind.stack, norm))
+            elif ends(layers, home) and (kind.stack, norm) in passing:
+                weight = 1
+            else:
+                weight = kind.weight(position)
+            weight = min(weight, len(kind.members) - taken[kind.stack, label, norm])
+            taken[kind.stack, label, norm] += weight
+        if not weight:
+            continue
         group = groups.setdefault((norm, why), Unread(norm, 0, why))
         group.count += weight
         if label and label not in group.kinds:
@@ -253,18 +343,19 @@ def unread(report: Report, layers: Layers, readers: Readers, quantised: set[str]
     return list(groups.values())
 
 
-def _why(module: nn.Module, output: Output | None, layers: Layers, path: str) -> str:
+def _why(module: nn.Module, output: Output | None, layers: Layers, home: Home | None) -> str:
     if isinstance(module, nn.LayerNorm) or getattr(module, "bias", None) is not None:
         return "takes the mean off or adds a bias: a LayerNorm, not an RMSNorm"
     if output is None or not output.readers:
         return "nothing in the graph reads it"
     linears = [r for r in output.readers if r.kind == "linear"]
     if linears:
-        names = ", ".join(_within(layers, r.path, path) for r in linears)
-        return f"is read by {names}, which has no cast"
+        names = named(layers, home, [r.path for r in linears])
+        several = len(linears) > 1
+        return f"is read by {', '.join(names)}, which {'have' if several else 'has'} no cast"
     kinds = dict.fromkeys(r.kind for r in output.readers)
     said = [_WHY[kind] for kind in kinds if kind in _WHY]
     if "experts" in kinds and "router" in kinds:
         said = ["goes to a router and to experts held as 3-D parameters, which are no nn.Linear"]
-    others = [words(r, layers, path) for r in output.readers if r.kind not in _WHY]
+    others = [words(r, layers, home) for r in output.readers if r.kind not in _WHY]
     return "; ".join([*said, *(f"goes to {other}" for other in others)])

@@ -81,8 +81,13 @@ def _explain(commands: Any) -> None:
         help="script.py:function or module:function; the function returns (model, inputs)",
     )
     sub.add_argument("--config", metavar="FILE", help="config.json of a transformers model")
+    sub.add_argument(
+        "--train",
+        action="store_true",
+        help="trace with gradients: the default with --config; a model of your own is by default "
+        "traced as it is, in training or evaluation mode",
+    )
     sub.add_argument("--infer", action="store_true", help="trace without gradients")
-    sub.add_argument("--train", action="store_true", help="trace with gradients")
 
     model = sub.add_argument_group("the model of --config, built without weights")
     model.add_argument(

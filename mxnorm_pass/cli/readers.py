@@ -38,11 +38,15 @@ class Reader:
 
 @dataclass
 class Output:
-    """What a norm puts out: shape ``[..., K]`` and who reads it, in graph order."""
+    """What a norm puts out: shape ``[..., K]`` and who reads it, in graph order.
+
+    ``sums``: paths of the linears that read a sum which it goes into.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     readers: list[Reader] = field(default_factory=list)
+    sums: list[str] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
@@ -106,6 +110,22 @@ class Readers:
                         queue.append(user)
                     else:
                         self._add(output, reader)
+                        if reader.kind == "add":
+                            self._note_sum(output, user, paths)
+
+    def _note_sum(self, output: Output, add: Node, paths: dict[Node, str]) -> None:
+        seen = {add}
+        queue = [add]
+        for source in queue:
+            for user in source.users:
+                if user in seen or user not in paths:
+                    continue
+                seen.add(user)
+                reader = self._reader(user, paths[user], "")
+                if reader is None:
+                    queue.append(user)
+                elif reader.kind == "linear" and reader.path not in output.sums:
+                    output.sums.append(reader.path)
 
     @staticmethod
     def _add(output: Output, reader: Reader) -> None:

@@ -66,7 +66,29 @@ def _heading(whole: Whole, stack: str, label: str) -> str:
     kinds = [k for k in whole.layers.kinds if (k.stack, k.label) == (stack, label)]
     if not kinds:
         return "outside the layers"
-    return f"{len(kinds[0].members)} layers of {stack}: {label}"
+    return f"{plural(len(kinds[0].members), 'layer')} of {stack}: {label}"
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 layer``, ``2 layers``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _readers(group: SiteGroup) -> str:
+    """Who reads the casts, those of other layers with their number where it is another one."""
+
+    def listed(paths: list[str]) -> str:
+        return consumers_text(SiteReport("", group.norm, paths, "declined"))
+
+    said = [listed(group.consumers)] if group.consumers else []
+    for paths, count, before in (
+        (group.following, group.following_count, "next layer's "),
+        (group.outside, group.outside_count, ""),
+    ):
+        if paths:
+            often = "" if count == group.count else f" in {count}"
+            said.append(f"{before}{listed(paths)}{often}")
+    return "; ".join(said) or "?"
 
 
 def _table(groups: list[SiteGroup], heading: str, width: int) -> list[str]:
@@ -77,7 +99,7 @@ def _table(groups: list[SiteGroup], heading: str, width: int) -> list[str]:
         spec = spec_text(site)
         if group.residual:
             spec += " +add" if group.residual == group.count else f" +add in {group.residual}"
-        rows.append((f"{group.count} x", group.norm, consumers_text(site), status, spec))
+        rows.append((f"{group.count} x", group.norm, _readers(group), status, spec))
     lines = ["", *wrap(heading, width)]
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     if sum(widths) + 8 > width:
@@ -91,6 +113,10 @@ def _table(groups: list[SiteGroup], heading: str, width: int) -> list[str]:
             cells += [cell.ljust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
             lines.append("  ".join(cells).rstrip())
     for group in groups:
+        for stack, number in group.spread.items():
+            lines += wrap(
+                f"{group.norm} feeds {plural(number, 'layer')} of {stack}", width, 4, first=2
+            )
         if group.also:
             lines += wrap(
                 f"{group.norm} is also read by {', '.join(group.also)}", width, 4, first=2

@@ -147,23 +147,23 @@ def explain_config(
         cast=cast,
         tokens=batch * seq,
         layers=layers,
-        sites=site_groups(report, layers, readers.outputs, quantised),
+        sites=site_groups(report, layers, readers, quantised),
         without=unread(report, layers, readers, quantised),
         quantised=len(quantised),
         left=left_alone(layers, verdicts, quantised, readers.reached),
         report=report,
-        notes=[*built.notes, *notes, *_warnings(report), *_lower_bound(report, layers)],
+        notes=[*built.notes, *notes, *_warnings(report), *_lower_bound(report, layers, readers)],
         seconds=time.perf_counter() - start,
     )
 
 
-def _lower_bound(report: Report, layers: Layers) -> list[str]:
-    norms = linking(report, layers)
+def _lower_bound(report: Report, layers: Layers, readers: Readers) -> list[str]:
+    norms = linking(report, layers, readers)
     if not norms:
         return []
     return [
-        f"{len(norms)} site(s) join two layers ({norms[0]}) of a stack whose layers differ: they "
-        "are counted for the traced layers only, so the number is a lower bound"
+        f"{len(norms)} traced site(s) join two layers ({norms[0]}) of a stack whose layers differ: "
+        "what is behind the layers of one kind was not traced, so the number is a lower bound"
     ]
 
 
