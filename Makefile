@@ -6,7 +6,7 @@
 #                gigabytes:  make venv PIP_ARGS="--extra-index-url <index of CPU wheels>"
 #   WORKERS      test processes                                      (2)
 #   PYTEST_ARGS  more arguments for pytest:  make quick PYTEST_ARGS="-k theory -x"
-#   COV_MIN      least line coverage of the package, in percent      (90)
+#   COV_MIN      least line coverage of the package, in percent      (88)
 #   DEMO_ARGS    arguments of the demo
 #   ZOO_ARGS     arguments of the zoo:  make zoo ZOO_ARGS="--only llama qwen3"
 
@@ -14,7 +14,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 WORKERS ?= 2
 PYTEST_ARGS ?=
-COV_MIN ?= 90
+COV_MIN ?= 88
 DEMO_ARGS ?=
 ZOO_ARGS ?= --write docs/zoo.md
 

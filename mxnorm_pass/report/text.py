@@ -24,8 +24,8 @@ def render(report: Report) -> str:
     ]
     if not report.graphs:
         lines.append(
-            "No graph was compiled yet. A backend of your own, mxnorm_pass.backend(...), keeps its "
-            "report itself: backend.report."
+            "No graph was compiled yet. A backend of your own, mxnorm_pass.backend(...), has a\n"
+            "report of its own: backend.report."
         )
     elif not sites and not any(graph.failure for graph in report.graphs):
         lines.append("Nothing to rewrite: no MX cast in these graphs is fed by an RMSNorm.")
