@@ -19,6 +19,7 @@ import io
 import json
 import re
 import shlex
+import os
 import subprocess
 import sys
 import types
@@ -103,7 +104,9 @@ def run_command(words: list[str], line: str) -> int:
             raise AssertionError(f"{line!r}: allowed are mxnorm, python and make")
         # Paths of the repository are written as seen from its root.
         words = [str(ROOT / w) if w.startswith(("examples/", "benchmarks/")) else w for w in words]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        # What is shown is as wide as the command prints where nobody says how wide.
+        env = {**os.environ, "COLUMNS": "100"}
+        done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
         print(done.stdout)
         print(done.stderr, file=sys.stderr)
         return done.returncode
