@@ -19,7 +19,6 @@ import io
 import json
 import re
 import shlex
-import os
 import subprocess
 import sys
 import types
@@ -89,6 +88,8 @@ def run_bash(example: Example) -> None:
 
 def run_command(words: list[str], line: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
+        # As wide as the documents show it, whatever the terminal of the tests.
+        patch.setenv("COLUMNS", "100")
         while "=" in words[0]:
             patch.setenv(*words.pop(0).split("=", 1))
         if words[0] == "mxnorm" and not set(line) & set("|<>$&;"):
@@ -104,9 +105,7 @@ def run_command(words: list[str], line: str) -> int:
             raise AssertionError(f"{line!r}: allowed are mxnorm, python and make")
         # Paths of the repository are written as seen from its root.
         words = [str(ROOT / w) if w.startswith(("examples/", "benchmarks/")) else w for w in words]
-        # What is shown is as wide as the command prints where nobody says how wide.
-        env = {**os.environ, "COLUMNS": "100"}
-        done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
         print(done.stdout)
         print(done.stderr, file=sys.stderr)
         return done.returncode
