@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from mxnorm_pass.compat import CustomGraphPass, stable_topological_sort, unset_fake_temporarily
 from mxnorm_pass.config import MXNormConfig, ids_in
+from mxnorm_pass.formats import Cast
 from mxnorm_pass.ops import kernels
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import Declined, Found, Site, aten, find_sites, opaque
@@ -178,18 +179,7 @@ class MXNormPass(CustomGraphPass):
                 site.columns.declined.append(why)
                 continue
             edits.append(edit)
-            cast = columns.cast
-            done.append(
-                {
-                    "format": cast.name,
-                    "block_size": cast.block_size,
-                    "element": cast.element,
-                    "scale_rule": cast.rule,
-                    "saturate": cast.saturate,
-                    "layout": cast.layout,
-                    "casts": len(columns.readers),
-                }
-            )
+            done.append({**_cast_spec(columns.cast), "casts": len(columns.readers)})
         return done or None
 
     def _absorb(self, graph: Graph, op: Node, edits: list[Edit]) -> bool:
@@ -301,11 +291,17 @@ def _leave_alone(found: Found, config: MXNormConfig) -> None:
 
 
 def _spec(site: Site) -> dict[str, Any]:
-    norm, cast = site.norm, site.cast
+    norm = site.norm
     return {
         "eps": "tensor" if norm.eps_node is not None else norm.eps,
         "gain": norm.gain_kind,
         "k": site.k,
+        **_cast_spec(site.cast),
+    }
+
+
+def _cast_spec(cast: Cast) -> dict[str, Any]:
+    return {
         "format": cast.name,
         "block_size": cast.block_size,
         "element": cast.element,

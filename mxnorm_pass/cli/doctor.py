@@ -23,6 +23,7 @@ from mxnorm_pass import compat
 from mxnorm_pass.cli.errors import NOT_MET, OK, brief
 from mxnorm_pass.cli.output import Output
 from mxnorm_pass.cli.show import wrap
+from mxnorm_pass.config import ids_in
 from mxnorm_pass.ops import kernels
 
 Status = Literal["ok", "note", "bad"]
@@ -195,7 +196,7 @@ def _environment() -> Iterator[Finding]:
     off = os.environ.get(OFF)
     if off:
         try:
-            mxnorm_pass.MXNormConfig(off=tuple(s.strip() for s in off.split(",") if s.strip()))
+            mxnorm_pass.MXNormConfig(off=tuple(ids_in(off)))
         except ValueError as error:
             yield Finding(OFF, "bad", str(error))
         else:

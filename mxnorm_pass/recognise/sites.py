@@ -267,7 +267,7 @@ def _other_reader(site: Site, reader: Reader, sent: Node) -> Node | None:
         for user in node.users:
             pieces = user.users if user.target in moves.SPLITS else (user,)
             for piece in pieces:
-                if piece in mine or aten.is_inert(piece) or piece.target in aten.SYM_SIZE:
+                if piece in mine or aten.is_inert(piece):
                     continue
                 if not (again and aten.is_backward(piece)):
                     return piece

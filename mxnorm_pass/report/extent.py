@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
@@ -72,11 +72,10 @@ def of_site(site: Site) -> Extent:
         if aten.same_shape(aten.shape(node), size):
             _add_backward(found, node)
     # The other casts of the norm's output, along tokens, that the backward makes.
-    columns: Any = getattr(site, "columns", None)
-    for column in columns.found if columns is not None else ():
-        for reader in column.readers:
-            stored = (*reader.codes, *reader.scales)
-            _add_behind(found, (*stored, reader.anchor), "column cast")
+    for column in site.columns.found:
+        for along in column.readers:
+            stored = (*along.codes, *along.scales)
+            _add_behind(found, (*stored, along.anchor), "column cast")
             found.add((user for node in stored for user in node.users), "backward")
     return found
 

@@ -13,7 +13,7 @@ from mxnorm_pass.ops.rmsnorm_mxquant import rounding_name
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import Site, aten
 from mxnorm_pass.recognise.columns import Columns
-from mxnorm_pass.rewrite.edit import Edit, view_as
+from mxnorm_pass.rewrite.edit import Edit, release_sizes, view_as
 from mxnorm_pass.rewrite.site import stored_scale
 
 _aten = torch.ops.aten
@@ -54,7 +54,7 @@ def rewrite_columns(edit: Edit, site: Site, columns: Columns, op: Node) -> None:
             edit.replace(old, new)
         for old in reader.scales:
             edit.replace(old, stored_scale(edit, _ordered(edit, scale, old), old, norm.x))
-        _release_sizes(edit, (norm.x, qdata, scale), reader.behind)
+        release_sizes(edit, (norm.x, qdata, scale), reader.behind)
 
 
 def _plainly(
@@ -79,21 +79,3 @@ def _ordered(edit: Edit, scale: Node, old: Node) -> Node:
     dense = {"memory_format": torch.contiguous_format}
     copied = edit.call(_aten.clone.default, (turned,), like=scale, after=turned, kwargs=dense)
     return edit.call(_aten.permute.default, (copied, [1, 0]), like=scale, after=copied)
-
-
-def _release_sizes(edit: Edit, kept: tuple[Node, ...], nodes: tuple[Node, ...]) -> None:
-    """Symbolic sizes read off what vanishes would keep it alive: take them off what stays."""
-    for node in nodes:
-        for user in list(node.users):
-            if user.target not in aten.SYM_SIZE:
-                continue
-            # What the forward reads must not wait for the backward.
-            for other in kept if aten.is_backward(user) else kept[:1]:
-                sizes = aten.shape(other)
-                axis = next(
-                    (i for i, s in enumerate(sizes) if aten.same_size(user.meta["val"], s)), None
-                )
-                if axis is not None:
-                    new = edit.call(user.target, (other, axis), like=user, after=other)
-                    edit.replace(user, new)
-                    break

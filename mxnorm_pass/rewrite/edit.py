@@ -207,3 +207,21 @@ def view_as(
         )
         after = target[i]
     return edit.call(torch.ops.aten.view.default, (source, target), like=source, after=after)
+
+
+def release_sizes(edit: Edit, kept: tuple[Node, ...], nodes: tuple[Node, ...]) -> None:
+    """Symbolic sizes read off what vanishes would keep it alive: take them off what stays."""
+    for node in nodes:
+        for user in list(node.users):
+            if user.target not in aten.SYM_SIZE:
+                continue
+            # What the forward reads must not wait for the backward.
+            for other in kept if aten.is_backward(user) else kept[:1]:
+                sizes = aten.shape(other)
+                axis = next(
+                    (i for i, s in enumerate(sizes) if aten.same_size(user.meta["val"], s)), None
+                )
+                if axis is not None:
+                    new = edit.call(user.target, (other, axis), like=user, after=other)
+                    edit.replace(user, new)
+                    break

@@ -17,7 +17,7 @@ from mxnorm_pass.recognise import Site, aten
 from mxnorm_pass.recognise.coding import POWERS
 from mxnorm_pass.recognise.norm import NormSpec
 from mxnorm_pass.rewrite.bound import peak_bound
-from mxnorm_pass.rewrite.edit import INHERITED, Chain, Edit, scalar, view
+from mxnorm_pass.rewrite.edit import INHERITED, Chain, Edit, release_sizes, scalar, view
 from mxnorm_pass.rewrite.fold import fold_gain
 from mxnorm_pass.rewrite.moves import Moved
 from mxnorm_pass.theory import correction as gaussian_correction
@@ -104,7 +104,8 @@ def rewrite_site(
             edit.replace(old, view(edit, codes, old, norm.x, after=codes))
         for old in reader.cast.scales:
             edit.replace(old, stored_scale(edit, scales, old, norm.x))
-        _release_sizes(edit, site, (reader.cast.source, *reader.cast.chain, *reader.moves))
+        behind = (reader.cast.source, *reader.cast.chain, *reader.moves)
+        release_sizes(edit, (norm.x,), behind)
     if fold:
         assert site.weights is not None and norm.gain is not None
         for weight in site.weights:
@@ -192,17 +193,3 @@ def _replace_fused(edit: Edit, norm: NormSpec, rstd: Node) -> None:
     y = call(aten.CONVERT, y, norm.out_dtype)
     for output in list(norm.mean.users):
         edit.replace(output, y if aten.is_getitem(output, 0) else rstd)
-
-
-def _release_sizes(edit: Edit, site: Site, nodes: tuple[Node, ...]) -> None:
-    """Symbolic sizes read off the norm's output would keep it alive: take the row's."""
-    x = site.norm.x
-    for node in nodes:
-        for user in list(node.users):
-            if user.target not in aten.SYM_SIZE:
-                continue
-            size = user.meta["val"]
-            for axis, other in enumerate(aten.shape(x)):
-                if aten.same_size(size, other):
-                    edit.replace(user, edit.call(user.target, (x, axis), like=user, after=x))
-                    break

@@ -12,7 +12,7 @@ from torch import Tensor
 from mxnorm_pass.formats import ELEMENTS, SWIZZLE_COLUMNS, SWIZZLE_ROWS, Cast, output_shapes
 from mxnorm_pass.ops.kernels import launch
 from mxnorm_pass.ops.kernels.cols import rmsnorm_mxquant_colwise_kernel
-from mxnorm_pass.ops.kernels.constants import bits_of, late_limits
+from mxnorm_pass.ops.kernels.constants import cast_constants
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ def constants(
     split: bool = False,
 ) -> dict[str, Any]:
     """The column kernel's compile-time constants; see :func:`.constants.constants`."""
-    element = ELEMENTS[cast.element]
     return {
         "K": k,
         "BLOCK": cast.block_size,
@@ -75,17 +74,7 @@ def constants(
         "X_SPLIT": split,
         "NORM_BF16": rounding[0] is torch.bfloat16,
         "OUT_BF16": rounding[1] is torch.bfloat16,
-        "EXPONENT_BITS": element.exponent_bits,
-        "MANTISSA_BITS": element.mantissa_bits,
-        "MAX": element.max,
-        "MAX_BITS": bits_of(element.max),
-        "RULE": cast.rule,
-        "LATE": late_limits(element) if cast.rule == "rceil_log2" else 0,
-        "LEAST": cast.least,
-        "INFINITE_NAN": cast.infinite == "nan",
-        "APPLY": cast.apply,
-        "CLAMP": cast.saturate == "clamp",
-        "SWIZZLED": cast.layout == "swizzled",
+        **cast_constants(cast),
         "HW": hw,
     }
 

@@ -92,11 +92,18 @@ def constants(
         gain: whether there is one.
         split: whether the rows of x, and of the residual, lie at two strides.
     """
-    element = ELEMENTS[cast.element]
     return {
         **_row_constants(cast.block_size, k, rms, rounding, hw, gain),
         "X_SPLIT": split[0],
         "R_SPLIT": split[1],
+        **cast_constants(cast),
+    }
+
+
+def cast_constants(cast: Cast) -> dict[str, Any]:
+    """What a kernel has to know of a cast, along rows or along tokens."""
+    element = ELEMENTS[cast.element]
+    return {
         "EXPONENT_BITS": element.exponent_bits,
         "MANTISSA_BITS": element.mantissa_bits,
         "MAX": element.max,
