@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from mxnorm_pass.ops.kernels.convert import (
-    cvt_bf16x2,
     e4m3_scale,
     e8m0_byte,
     e8m0_factor,
@@ -22,19 +21,11 @@ from mxnorm_pass.ops.kernels.convert import (
     mul_bf16x2,
     nan_max,
     pairs_of,
-    round_bf16,
-    scaled_pairs,
     words_of,
 )
+from mxnorm_pass.ops.kernels.normed import normed
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-
-
-@triton.jit
-def _rounded(low, high, BF16: tl.constexpr, HW: tl.constexpr):
-    if BF16:
-        low, high = round_bf16(low, high, HW)
-    return low, high
 
 
 @triton.jit
@@ -45,33 +36,6 @@ def _load_rows(x_ptr, offset, pairs, mask, EVICT: tl.constexpr):
     else:
         ptrs = (x_ptr + offset).to(tl.pointer_type(tl.int32)) + pairs
     return tl.load(ptrs, mask=mask, eviction_policy=EVICT)
-
-
-@triton.jit
-def _normed(
-    words, rstd, gain, GAIN: tl.constexpr,
-    NORM_BF16: tl.constexpr, OUT_BF16: tl.constexpr, HW: tl.constexpr,
-):  # fmt: skip
-    """What the cast reads, for two columns; rounded to bfloat16 by the chip, as words, twice."""
-    low, high = pairs_of(words)
-    low, high = scaled_pairs(low, high, rstd, HW)
-    WORDS: tl.constexpr = HW >= 1 and OUT_BF16
-    if WORDS and GAIN and NORM_BF16 and gain.dtype == tl.int32:
-        low = mul_bf16x2(cvt_bf16x2(low, high), gain)
-    else:
-        if GAIN:
-            low, high = _rounded(low, high, NORM_BF16, HW)
-            gain_low, gain_high = pairs_of(gain)
-            low, high = low * gain_low, high * gain_high
-        elif not WORDS:
-            low, high = _rounded(low, high, NORM_BF16, HW)
-        if WORDS:
-            low = cvt_bf16x2(low, high)
-        else:
-            low, high = _rounded(low, high, OUT_BF16, HW)
-    if WORDS:
-        high = low
-    return low, high
 
 
 @triton.jit
@@ -297,7 +261,10 @@ def rmsnorm_mxquant_colwise_kernel(
     lows = ()
     highs = ()
     for i in tl.static_range(4 * REPS):
-        low, high = _normed(tiles[i], roots[i], gain, gain_ptr is not None, NORM_BF16, OUT_BF16, HW)
+        low, high = pairs_of(tiles[i])
+        low, high = normed(
+            low, high, roots[i], gain, gain_ptr is not None, NORM_BF16, OUT_BF16, HW
+        )  # fmt: skip
         lows = lows + (low,)
         highs = highs + (high,)
     absmax_low, absmax_high = _block_absmax(lows, highs, 4 * REPS, HW)

@@ -14,16 +14,13 @@ import triton.language as tl
 from mxnorm_pass.ops.kernels.convert import (
     add_bf16x2,
     block_absmax,
-    cvt_bf16x2,
     e4m3_scale,
     e8m0_byte,
     e8m0_factor,
     encode_pairs,
     largest_of,
     load_words,
-    mul_bf16x2,
     pairs_of,
-    round_bf16,
     scaled_pairs,
     scaled_words,
     store,
@@ -31,6 +28,7 @@ from mxnorm_pass.ops.kernels.convert import (
     words_absmax,
     words_of,
 )
+from mxnorm_pass.ops.kernels.normed import normed, rounded
 
 
 @triton.jit
@@ -54,13 +52,6 @@ def _mask(pairs, live, END: tl.constexpr, LAST: tl.constexpr, PADDED: tl.constex
     elif PADDED:
         mask = live
     return mask
-
-
-@triton.jit
-def _rounded(low, high, BF16: tl.constexpr, HW: tl.constexpr):
-    if BF16:
-        low, high = round_bf16(low, high, HW)
-    return low, high
 
 
 @triton.jit
@@ -94,7 +85,7 @@ def _added(a, b, sum_row, HW: tl.constexpr):
         a_low, a_high = pairs_of(a)
         b_low, b_high = pairs_of(b)
         F32: tl.constexpr = sum_row.dtype.element_ty == tl.float32
-        low, high = _rounded(a_low + b_low, a_high + b_high, not F32, HW)
+        low, high = rounded(a_low + b_low, a_high + b_high, not F32, HW)
         words = words_of(low, high, F32)
     return words
 
@@ -173,33 +164,13 @@ def _cast_input(
     low, high, peak, rstd, gain, GAIN: tl.constexpr, RMS: tl.constexpr,
     NORM_BF16: tl.constexpr, OUT_BF16: tl.constexpr, HW: tl.constexpr,
 ):  # fmt: skip
-    """One tile normalised and rounded as the graph does it, and its block absmax.
-
-    What the chip has rounded to bfloat16 stays in words, twice the same: half as many
-    instructions look for the absmax there, and scale it.
-    """
-    low, high = scaled_pairs(low, high, rstd, HW)
-    WORDS: tl.constexpr = HW >= 1 and OUT_BF16
-    if WORDS and GAIN and NORM_BF16 and gain.dtype == tl.int32:
-        low = mul_bf16x2(cvt_bf16x2(low, high), gain)
-    else:
-        if GAIN:
-            low, high = _rounded(low, high, NORM_BF16, HW)
-            gain_low, gain_high = pairs_of(gain)
-            low, high = low * gain_low, high * gain_high
-        elif not WORDS:
-            low, high = _rounded(low, high, NORM_BF16, HW)
-        if WORDS:
-            low = cvt_bf16x2(low, high)
-        else:
-            low, high = _rounded(low, high, OUT_BF16, HW)
-    if WORDS:
-        high = low
+    """One tile normalised and rounded as the graph does it, and its block absmax."""
+    low, high = normed(low, high, rstd, gain, GAIN, NORM_BF16, OUT_BF16, HW)
     if not GAIN and RMS != "exact":
         # Rounding is monotone and even: the absmax of the rounded is the rounded absmax.
-        absmax, _ = _rounded(peak * rstd, peak, NORM_BF16, HW)
-        absmax, _ = _rounded(absmax, absmax, OUT_BF16, HW)
-    elif WORDS:
+        absmax, _ = rounded(peak * rstd, peak, NORM_BF16, HW)
+        absmax, _ = rounded(absmax, absmax, OUT_BF16, HW)
+    elif HW >= 1 and OUT_BF16:
         absmax = words_absmax(low)
     else:
         absmax = block_absmax(low, high, HW)
