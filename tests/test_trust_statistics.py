@@ -124,8 +124,7 @@ def test_undo_restores_every_bit(patterns: list[int]) -> None:
     bits = torch.tensor(patterns, dtype=torch.int16)
     tensor = torch.nn.Parameter(bits.clone().view(torch.bfloat16), requires_grad=False)
     with Changes() as changes:
-        changes.overwrite(tensor, torch.ones_like(tensor))
-        changes.overwrite(tensor, torch.full_like(tensor, 2))
+        changes.overwrite("w", tensor, lambda w: torch.full_like(w, 2, dtype=torch.float64))
         assert changes.active and bool((tensor == 2).all())
     assert not changes.active
     assert torch.equal(tensor.detach().view(torch.int16), bits)
