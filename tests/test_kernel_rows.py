@@ -253,7 +253,7 @@ def test_rows_are_read_in_place_where_two_strides_say_it() -> None:
 
     A misaligned load is no fault on a processor, so numbers alone would not show it.
     """
-    from mxnorm_pass.ops.kernels.launch import _gain, _loadable, rows_of
+    from mxnorm_pass.ops.kernels.launch import loadable, loadable_gain, rows_of
 
     places = {name: rows_of(x.shape, x.stride()) for name, x in layouts(F32).items()}
     assert places["columns"] == (1, 0, 200)
@@ -262,12 +262,12 @@ def test_rows_are_read_in_place_where_two_strides_say_it() -> None:
     assert places["expanded"] == (3, 800, 0)
     copied = set()
     for name, x in layouts(torch.bfloat16).items():
-        loaded, _ = _loadable(x)
+        loaded, _ = loadable(x)
         assert loaded.storage_offset() % 2 == 0 and torch.equal(loaded, x)
         if loaded.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
             copied.add(name)
     assert copied == {"odd offset", "odd stride", "three strides", "last axis"}
-    gain = _gain(torch.arange(9.0)[1:])
+    gain = loadable_gain(torch.arange(9.0)[1:])
     assert gain is not None and gain.storage_offset() == 0 and gain.tolist() == [*range(1, 9)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from mxnorm_pass.cli.show import show_savings, show_whole
 from mxnorm_pass.cli.total import Total
 from mxnorm_pass.cli.whole import Whole, explain_config
 from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.files import check_writable
 from mxnorm_pass.report import Report
 
 SCHEMA = 1
@@ -143,13 +143,10 @@ def _check_page(args: argparse.Namespace) -> None:
     """Before the trace, which takes its time: can the page be written?"""
     if args.html is None:
         return
-    path = Path(args.html)
-    if path.is_dir():
-        raise UsageError(f"--html {path}: this is a folder; expected the name of a file")
-    if not path.parent.is_dir():
-        raise UsageError(f"--html {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"--html {path}: cannot be written")
+    try:
+        check_writable(Path(args.html))
+    except OSError as error:
+        raise UsageError(f"--html {args.html}: {error}") from error
 
 
 def _html(args: argparse.Namespace, report: Report, out: Output) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.files import check_writable
 from mxnorm_pass.theory import correction as gaussian_correction
-from mxnorm_pass.trust.files import check_writable
 from mxnorm_pass.trust.measuring import ratio_ends
 from mxnorm_pass.trust.statistics import LogHistogram
 from mxnorm_pass.trust.tables import number, scope, table, wrap

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.files import check_writable
 from mxnorm_pass.report import Report
-from mxnorm_pass.trust.files import check_writable
 
 SCHEMA = "mxnorm-settings/1"
 NAME = "mxnorm.json"

@@ -28,7 +28,7 @@ def rmsnorm_mxquant_colwise(
     blocks = FloorDiv(sympy.prod(lead), cast.block_size)
     rounding = parse_rounding(options.rounding)
     tile = cols_launch.tile_of(cast.block_size, x.get_dtype(), rounding[1])
-    x, x_rows = inductor._loadable(x)
+    x, x_rows = inductor.loadable(x)
     device: Any = x.get_device()
     codes, scales = output_shapes([k], blocks * cast.block_size, cast)
 
@@ -37,18 +37,18 @@ def rmsnorm_mxquant_colwise(
 
     qdata = empty(codes, ELEMENTS[cast.element].dtype)
     scale = empty(scales, cast.scale_dtype)
-    inductor._kernel_node(
+    inductor.kernel_node(
         rmsnorm_mxquant_colwise_kernel,
         tile.warps,
         cols_launch.tiles(blocks, k, cast, tile),
         x_ptr=x,
         rstd_ptr=_contiguous(rstd),
-        gain_ptr=inductor._gain(options.gain),
-        tensor_scale_ptr=inductor._scalar(options.tensor_scale, device),
+        gain_ptr=inductor.loadable_gain(options.gain),
+        tensor_scale_ptr=inductor.loadable_scalar(options.tensor_scale, device),
         qdata_ptr=qdata,
         scale_ptr=scale,
         blocks=blocks,
-        **inductor._strides("x", x_rows),
+        **inductor.stride_arguments("x", x_rows),
         **cols_launch.constants(
             cast,
             k,
@@ -63,7 +63,7 @@ def rmsnorm_mxquant_colwise(
 
 def _contiguous(rstd: ir.TensorBox) -> ir.TensorBox:
     """One number after another, copied where they are not."""
-    box = inductor._buffer(rstd)
+    box = inductor.buffer_of(rstd)
     if box.get_layout().is_contiguous():
         return box
-    return inductor._buffer(ir.ExternKernel.copy_input(rstd))
+    return inductor.buffer_of(ir.ExternKernel.copy_input(rstd))

@@ -92,13 +92,14 @@ def rmsnorm_mxquant_colwise(
     """Launch the column kernel on tensors; ``tile`` is the table's unless given."""
     k, blocks = x.shape[-1], math.prod(x.shape[:-1]) // cast.block_size
     tile = tile or tile_of(cast.block_size, x.dtype, rounding[1])
-    x, (inner, outer_stride, stride) = launch._loadable(x)
+    x, (inner, outer_stride, stride) = launch.loadable(x)
     shapes = output_shapes([k], blocks * cast.block_size, cast)
     qdata = x.new_empty(shapes[0], dtype=ELEMENTS[cast.element].dtype)
     scale = x.new_empty(shapes[1], dtype=cast.scale_dtype)
     if blocks:
         rmsnorm_mxquant_colwise_kernel[(tiles(blocks, k, cast, tile),)](
-            x, rstd.contiguous(), launch._gain(gain), launch._scalar(tensor_scale, x),
+            x, rstd.contiguous(),
+            launch.loadable_gain(gain), launch.loadable_scalar(tensor_scale, x),
             qdata.view(torch.uint8), scale.view(torch.uint8),
             blocks, inner, outer_stride, stride,
             **constants(cast, k, rounding, hw, tile, split=inner != 1),

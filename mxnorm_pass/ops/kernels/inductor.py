@@ -41,7 +41,7 @@ def rmsnorm_mxquant(
         x, residual = lowerings[_aten.add.Tensor](x, residual), None
         x.realize()
         total = x
-    x, x_rows = _loadable(x)
+    x, x_rows = loadable(x)
     device: Any = x.get_device()
 
     def empty(size: Any, dtype: torch.dtype) -> Any:
@@ -49,7 +49,7 @@ def rmsnorm_mxquant(
 
     r_rows: tuple[Any, Any, Any] = (1, 0, 0)
     if residual is not None:
-        residual, r_rows = _loadable(residual)
+        residual, r_rows = loadable(residual)
         total = empty((*lead, k), torch.promote_types(x.get_dtype(), residual.get_dtype()))
     shapes = output_shapes(lead, k, cast)
     qdata = empty(shapes[0], ELEMENTS[cast.element].dtype)
@@ -57,22 +57,22 @@ def rmsnorm_mxquant(
     rstd = empty((*lead, 1), torch.float32)
     rounding = parse_rounding(options.rounding)
     split = (x_rows[0] != 1, r_rows[0] != 1)
-    _kernel_node(
+    kernel_node(
         rmsnorm_mxquant_kernel,
         row_config(k, cast.block_size, options.gain is not None).warps,
         launch.grid_rows(rows, cast),
         x_ptr=x,
         residual_ptr=residual,
-        gain_ptr=_gain(options.gain),
-        eps_ptr=_scalar(options.eps_tensor, device),
-        tensor_scale_ptr=_scalar(options.tensor_scale, device),
+        gain_ptr=loadable_gain(options.gain),
+        eps_ptr=loadable_scalar(options.eps_tensor, device),
+        tensor_scale_ptr=loadable_scalar(options.tensor_scale, device),
         qdata_ptr=qdata,
         scale_ptr=scale,
         rstd_ptr=rstd,
         sum_ptr=None if residual is None else total,
         rows=rows,
-        **_strides("x", x_rows),
-        **_strides("r", r_rows),
+        **stride_arguments("x", x_rows),
+        **stride_arguments("r", r_rows),
         eps=options.eps,
         correction=launch.factor(options.rms, options.correction),
         **constants(
@@ -92,19 +92,19 @@ def rmsnorm_absmax(x: ir.TensorBox, options: NormOptions) -> Any:
     """The absmax kernel; what its programs found is reduced together with what reads it."""
     *lead, k = x.get_size()
     k, rows = V.graph.sizevars.guard_int(k), sympy.prod(lead)
-    x, x_rows = _loadable(x)
+    x, x_rows = loadable(x)
     device: Any = x.get_device()
     partial = empty_strided([launch.PROGRAMS], None, dtype=torch.float32, device=device)
-    _kernel_node(
+    kernel_node(
         rmsnorm_absmax_kernel,
         row_config(k, options.block_size, options.gain is not None).warps,
         launch.PROGRAMS,
         x_ptr=x,
-        gain_ptr=_gain(options.gain),
-        eps_ptr=_scalar(options.eps_tensor, device),
+        gain_ptr=loadable_gain(options.gain),
+        eps_ptr=loadable_scalar(options.eps_tensor, device),
         partial_ptr=partial,
         rows=rows,
-        **_strides("x", x_rows),
+        **stride_arguments("x", x_rows),
         eps=options.eps,
         correction=launch.factor(options.rms, options.correction),
         **absmax_constants(
@@ -121,13 +121,14 @@ def rmsnorm_absmax(x: ir.TensorBox, options: NormOptions) -> Any:
     return lowerings[_aten.amax.default](partial, [0])
 
 
-def _strides(name: str, rows: tuple[Any, Any, Any]) -> dict[str, Any]:
+def stride_arguments(name: str, rows: tuple[Any, Any, Any]) -> dict[str, Any]:
     """What ``rows_of`` says, as the kernels' arguments."""
     names = (f"{name}_inner", f"{name}_outer_stride", f"{name}_stride")
     return dict(zip(names, rows, strict=True))
 
 
-def _kernel_node(kernel: Any, warps: int, programs: Any, **arguments: Any) -> None:
+def kernel_node(kernel: Any, warps: int, programs: Any, **arguments: Any) -> None:
+    """A launch of ``programs`` programs of ``kernel``, as a node of Inductor's graph."""
     ir.UserDefinedTritonKernel(
         kernel_idx=kernel_side_table.add_kernel(_configured(kernel, warps)),
         grid=[(programs, 1, 1)],
@@ -152,7 +153,7 @@ def _in_memory(x: ir.TensorBox) -> bool:
     return isinstance(data, ir.StorageBox) and isinstance(data.data, ir.Buffer)
 
 
-def _buffer(x: ir.TensorBox) -> ir.TensorBox:
+def buffer_of(x: ir.TensorBox) -> ir.TensorBox:
     """``x`` written to memory, in a layout that stays."""
     value = ir.ExternKernel.realize_input(x)
     if not isinstance(value, ir.ReinterpretView):
@@ -160,27 +161,28 @@ def _buffer(x: ir.TensorBox) -> ir.TensorBox:
     return ir.TensorBox(value)
 
 
-def _loadable(x: ir.TensorBox) -> tuple[ir.TensorBox, tuple[Any, Any, Any]]:
+def loadable(x: ir.TensorBox) -> tuple[ir.TensorBox, tuple[Any, Any, Any]]:
     """``x`` with rows that the kernel can load, copied where they are not (see ``rows_of``)."""
-    box = _buffer(x)
+    box = buffer_of(x)
     layout = box.get_layout()
     rows = launch.rows_of(layout.size, layout.stride)
     # Of a graph's input whose storage starts anywhere Inductor says so; its offset is not known.
     unaligned = box.get_name() in V.graph.unaligned_buffers
     if rows is None or unaligned or layout.offset % 2 != 0:
-        box = _buffer(ir.ExternKernel.copy_input(x))
+        box = buffer_of(ir.ExternKernel.copy_input(x))
         rows = (1, 0, box.get_size()[-1])
     return box, rows
 
 
-def _gain(gain: Any) -> Any:
+def loadable_gain(gain: Any) -> Any:
+    """The gain in a dtype and at an address that the kernel can load."""
     if gain is None:
         return None
     if gain.get_dtype() not in launch.LOADED:
         gain = to_dtype(gain, torch.float32)
-    return _loadable(gain)[0]
+    return loadable(gain)[0]
 
 
-def _scalar(value: Any, device: Any) -> Any:
+def loadable_scalar(value: Any, device: Any) -> Any:
     """A 0-d tensor where the kernel can read it: scalars of a graph may live on the CPU."""
-    return None if value is None else _buffer(to_device(value, device))
+    return None if value is None else buffer_of(to_device(value, device))

@@ -62,12 +62,12 @@ def rmsnorm_mxquant(
     """Launch the row kernel on tensors: ``qdata, scale, rstd`` and, with a residual, the sum."""
     k = x.shape[-1]
     lead, rows = x.shape[:-1], math.prod(x.shape[:-1])
-    x, x_rows = _loadable(x)
+    x, x_rows = loadable(x)
     r_rows: tuple[int, int, int] = (1, 0, 0)
     total = None
     if residual is not None:
         total = x.new_empty((*lead, k), dtype=torch.promote_types(x.dtype, residual.dtype))
-        residual, r_rows = _loadable(residual)
+        residual, r_rows = loadable(residual)
     shapes = output_shapes(lead, k, cast)
     qdata = x.new_empty(shapes[0], dtype=ELEMENTS[cast.element].dtype)
     scale = x.new_empty(shapes[1], dtype=cast.scale_dtype)
@@ -75,7 +75,8 @@ def rmsnorm_mxquant(
     if rows:
         split = (x_rows[0] != 1, r_rows[0] != 1)
         rmsnorm_mxquant_kernel[(grid_rows(rows, cast),)](
-            x, residual, _gain(gain), _scalar(eps_tensor, x), _scalar(tensor_scale, x),
+            x, residual, loadable_gain(gain),
+            loadable_scalar(eps_tensor, x), loadable_scalar(tensor_scale, x),
             qdata.view(torch.uint8), scale.view(torch.uint8), rstd, total,
             rows, *x_rows, *r_rows, eps, factor(rms, correction),
             **constants(cast, k, rms, rounding, hw, gain=gain is not None, split=split),
@@ -97,10 +98,10 @@ def rmsnorm_absmax(
 ) -> Tensor:
     """Launch the absmax kernel on tensors and reduce what its programs found: 0-d float32."""
     k, rows = x.shape[-1], math.prod(x.shape[:-1])
-    x, x_rows = _loadable(x)
+    x, x_rows = loadable(x)
     partial = x.new_empty((PROGRAMS,), dtype=torch.float32)
     rmsnorm_absmax_kernel[(PROGRAMS,)](
-        x, _gain(gain), _scalar(eps_tensor, x), partial,
+        x, loadable_gain(gain), loadable_scalar(eps_tensor, x), partial,
         rows, *x_rows, eps, factor(rms, correction),
         **absmax_constants(
             block_size, k, rms, rounding, hw, gain=gain is not None, split=x_rows[0] != 1
@@ -119,7 +120,8 @@ LOADED = (torch.bfloat16, torch.float32)
 """Dtypes that the kernels load; others are converted before."""
 
 
-def _gain(gain: Tensor | None) -> Tensor | None:
+def loadable_gain(gain: Tensor | None) -> Tensor | None:
+    """The gain in a dtype and at an address that the kernel can load."""
     if gain is None:
         return None
     gain = gain if gain.dtype in LOADED else gain.to(torch.float32)
@@ -132,12 +134,13 @@ def _odd(x: Tensor) -> bool:
     return x.data_ptr() % (2 * x.element_size()) != 0
 
 
-def _scalar(value: Tensor | None, x: Tensor) -> Tensor | None:
+def loadable_scalar(value: Tensor | None, x: Tensor) -> Tensor | None:
     """A 0-d tensor where the kernel can read it: scalars of a graph may live on the CPU."""
     return None if value is None else value.to(x.device)
 
 
-def _loadable(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+def loadable(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """``x`` with rows that the kernel can load, copied where they are not (see :func:`rows_of`)."""
     rows = rows_of(x.shape, x.stride())
     if rows is None or _odd(x):
         x = x.clone(memory_format=torch.contiguous_format)
