@@ -29,9 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def clean_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Each test compiles afresh: no frames, no recompile counts, no cache of another run."""
+def clean_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each test compiles afresh (no frames, recompile counts, caches), in a wide terminal."""
     with pytest.MonkeyPatch.context() as patch:
+        # As wide as the documents show commands; importing readline, as pytest does, exports 80.
+        patch.setenv("COLUMNS", "100")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
         patch.delenv("MXNORM_DISABLE", raising=False)
         torch._dynamo.reset()

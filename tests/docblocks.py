@@ -88,8 +88,6 @@ def run_bash(example: Example) -> None:
 
 def run_command(words: list[str], line: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        # As wide as the documents show it, whatever the terminal of the tests.
-        patch.setenv("COLUMNS", "100")
         while "=" in words[0]:
             patch.setenv(*words.pop(0).split("=", 1))
         if words[0] == "mxnorm" and not set(line) & set("|<>$&;"):
