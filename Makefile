@@ -33,7 +33,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo zoo docs test quick gpu lint format clean distclean
+.PHONY: help venv demo zoo docs test quick long coverage gpu lint format clean distclean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,13 +58,18 @@ docs: $(STAMP) ## build the documentation into build/site; a warning is an error
 
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Tracing lines makes a compile half as slow again: the slow tests run without.
-test: lint ## lint, types, all tests, coverage of the package
-	$(PYTEST) -m "not slow" --cov=mxnorm_pass --cov-report=term-missing:skip-covered --cov-fail-under=$(COV_MIN) $(PYTEST_ARGS)
-	$(PYTEST) -m slow $(PYTEST_ARGS)
+test: lint ## lint, types, all tests but the long ones: what CI runs
+	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
-quick: $(STAMP) ## the tests that are neither slow nor need a GPU
-	$(PYTEST) -m "not slow and not cuda" $(PYTEST_ARGS)
+quick: $(STAMP) ## the tests that are neither slow, long, nor need a GPU
+	$(PYTEST) -m "not slow and not long and not cuda" $(PYTEST_ARGS)
+
+long: $(STAMP) ## the long tests: whole models, and variants of what the others test
+	$(PYTEST) -m long $(PYTEST_ARGS)
+
+# Apart from the tests: tracing lines makes a compile half as slow again.
+coverage: $(STAMP) ## the quick tests with line coverage of the package
+	$(PYTEST) -m "not slow and not long" --cov=mxnorm_pass --cov-report=term-missing:skip-covered --cov-fail-under=$(COV_MIN) $(PYTEST_ARGS)
 
 gpu: $(STAMP) ## the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -m cuda -n $(WORKERS) $(PYTEST_ARGS)

@@ -8,13 +8,18 @@ import torch
 # Files go to test processes whole, since their tests share compiled models; the longest go first,
 # so that all processes end at about the same time.
 LONGEST = (
-    "test_zoo.py",
-    "test_llama.py",
-    "test_kernel_rows.py",
     "test_recognise.py",
-    "test_casts.py",
-    "test_backend.py",
+    "test_kernel_rows.py",
+    "test_llama.py",
+    "test_docs.py",
     "test_rewrite.py",
+    "test_backend.py",
+    "test_html.py",
+    "test_fsdp.py",
+    "test_sharded.py",
+    "test_residual.py",
+    "test_cli_config.py",
+    "test_casts.py",
 )
 
 

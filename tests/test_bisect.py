@@ -45,7 +45,7 @@ def check():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_finds_a_planted_bad_site(tmp_path: Path) -> None:
     script = tmp_path / "a script.py"
     script.write_text(SCRIPT)

@@ -145,7 +145,7 @@ def check_op(got: Rewritten, inputs: list[Tensor], rms: str, form: str) -> None:
         assert correction == pytest.approx(theory.correction(2, spec.block_size))
 
 
-@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=16, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     form=st.sampled_from(sorted(FORMS)),
     cast=st.sampled_from(CASTS),

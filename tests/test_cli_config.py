@@ -70,8 +70,15 @@ def explained(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            n, marks=pytest.mark.slow if n in ("llama-3-8b", "deepseek-v3") else pytest.mark.long
+        )
+        for n in SITES
+    ],
+)
 def test_public_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     start = time.process_time()
     found = explained(capsys, "--config", str(CONFIGS / f"{name}.json"), "--infer")

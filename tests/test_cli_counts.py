@@ -60,13 +60,12 @@ def configuration(model_type: str, layers: int, **more: Any) -> Built:
     return build(content, torch.bfloat16)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "layers", "expected"),
     [
-        ("olmo2", 3, {"extra_operand": 3}),
-        ("llama", 3, {None: 6}),
-        ("gemma3_text", 4, {None: 8}),
+        pytest.param("olmo2", 3, {"extra_operand": 3}, marks=pytest.mark.long),
+        pytest.param("llama", 3, {None: 6}, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", 4, {None: 8}, marks=pytest.mark.long),
     ],
 )
 def test_counts_are_those_of_a_full_trace(

@@ -149,7 +149,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_skipping_changes_no_count() -> None:
     """Sites of the traced layers, times how many are alike, are the sites of all layers traced."""
     fmt = FORMATS["mxfp8"]

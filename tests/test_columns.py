@@ -274,7 +274,7 @@ def test_nothing_more_is_saved_for_the_backward(recompute: bool) -> None:
     assert calls(forward, OP) and all(n.op in ("placeholder", "call_function") for n in op.args[:3])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mxfp8_linears_compiled() -> None:
     """torchao's module with static and symbolic sizes: gradients bit for bit."""
     block, x = training_block("torch", widths=(64, 96)), rows(2, 32, 128)

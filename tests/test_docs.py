@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")])
-SLOW = ("docs/cookbook.md", "docs/serving.md", "docs/pretrained.md", "docs/shell.md")  # over ten s
+SLOW = ("docs/cookbook.md", "docs/serving.md", "docs/shell.md")  # over ten seconds
+LONG = ("docs/pretrained.md",)
 # Blocks that do not run here, with the reason that stands before them in the document.
 LEFT_OUT = {
     ("docs/cookbook.md", "needs a GPU of sm_100"),
@@ -27,13 +28,14 @@ def named(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def marks(path: Path) -> list[pytest.MarkDecorator]:
+    by_mark = ((pytest.mark.slow, SLOW), (pytest.mark.long, LONG))
+    return [mark for mark, names in by_mark if named(path) in names]
+
+
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(p, id=named(p), marks=[pytest.mark.slow] if named(p) in SLOW else [])
-        for p in DOCUMENTS
-        if "```" in p.read_text()
-    ],
+    [pytest.param(p, id=named(p), marks=marks(p)) for p in DOCUMENTS if "```" in p.read_text()],
 )
 def test_blocks(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block of a document runs, in order, and prints what the document says that it prints."""

@@ -299,6 +299,7 @@ def test_json_makes_the_same_page(mixed: Report) -> None:
     assert Report.from_json(mixed.to_json()).to_html() == mixed.to_html()
 
 
+@pytest.mark.slow
 def test_two_thousand_sites(browser: Any, mixed: Report, tmp_path: Path) -> None:
     """Still a table that can be used; equal pictures are in the file once."""
     graph = mixed.graphs[0]
@@ -375,7 +376,7 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_32_layers(browser: Any, tmp_path: Path) -> None:
     """A Llama of 32 layers, MX weights behind each of its 64 norms in front of a linear."""
     skip = ("lm_head", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")

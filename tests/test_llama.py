@@ -151,6 +151,7 @@ def test_estimate_is_near_the_model_it_replaces() -> None:
     assert sqnr(training_run("plain").outputs[0], result.outputs[0]) > 12
 
 
+@pytest.mark.long
 def test_parameters_are_never_changed() -> None:
     """Values, state_dict keys and tying are as before; the tied weight's gradient has both uses."""
     model, ids = one_layer(tie=True), tokens()
@@ -202,6 +203,7 @@ def test_dynamic_shapes() -> None:
         assert sqnr(gradient, result.gradients[name]) > 40, name
 
 
+@pytest.mark.long
 def test_eight_layers() -> None:
     """A walk that runs up the residual stream loses sites from the third layer on."""
     model = quantize_inference_(llama(layers=8, hidden=128), skip=("lm_head",))

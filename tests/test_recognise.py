@@ -447,7 +447,9 @@ def test_two_block_sizes_share_no_rstd() -> None:
 ELEMENTS = {"e2m3": "fp6_e2m3", "e3m2": "fp6_e3m2", "e2m1": torch.float4_e2m1fn_x2}
 
 
-@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize(
+    "element", [pytest.param(e, marks=[] if e == "e2m1" else pytest.mark.long) for e in ELEMENTS]
+)
 def test_narrow_elements_in_training(element: str) -> None:
     """MXFP6 codes dequantise in plain ops, so a gain folds; packed MXFP4 keeps it in the op."""
     block = training_block(

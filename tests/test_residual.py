@@ -287,7 +287,7 @@ def test_dynamic_rows(training: bool) -> None:
         assert_same_bytes(on.gradients[name], gradient, name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_WEIGHT_WRAPPER, reason="torchao's weight wrapper needs torch 2.12")
 def test_training_llama_and_all_gradients() -> None:
     model = wrap_training_(llama(layers=2, hidden=128), skip=("lm_head",))

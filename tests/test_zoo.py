@@ -15,17 +15,21 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from zoolib.check import check
 from zoolib.names import SUBSET
 
-pytestmark = pytest.mark.slow
-
 # Post-norm; centred; divided by the L2 norm. Nothing may be rewritten there.
 NO_SITES = ("olmo2", "cohere", "dory")
 TRAINED = ("llama", "gemma3_text")
+# One with sites and one without; the others are left to `make long`.
+IN_CI = (("deepseek_v3", "infer"), ("dory", "infer"), ("llama", "train"))
 # Gradients of a pow(-0.5) norm differ in the last bit of float32, and bfloat16 rounds that.
 LEAST_DB = 35.0
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [(n, "infer") for n in SUBSET] + [(n, "train") for n in TRAINED]
+    ("name", "kind"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case in IN_CI else pytest.mark.long)
+        for case in [*((n, "infer") for n in SUBSET), *((n, "train") for n in TRAINED)]
+    ],
 )
 def test_architecture(name: str, kind: str) -> None:
     got = check(name, kind)
