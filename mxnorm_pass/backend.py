@@ -16,6 +16,7 @@ from mxnorm_pass import compat
 from mxnorm_pass.config import MXNormConfig, matches
 from mxnorm_pass.graph_pass import MXNormPass, switched_off
 from mxnorm_pass.inner import compile_inner, run_eagerly
+from mxnorm_pass.recognise.paths import places
 from mxnorm_pass.report import GraphReport, Report, RewriteError, dump, generated, store
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class MXNormBackend:
         patches: dict[str, Any] = {**compat.mode_options(mode), **inductor}
         # Requirements are checked here, where they hold on a cache hit as well.
         graph_pass = _chained(dataclasses.replace(config, require_rewrites=None), patches)
+        graph_pass.places = places(gm)
         patches[HOOK] = graph_pass
         key = store.key(gm, example_inputs, graph_pass.identity())
         # compile_fx owns the graph that it is given; the copy shares parameters and buffers.

@@ -19,7 +19,9 @@ __all__ = [
     "CustomGraphPass",
     "FakeTensor",
     "FakeTensorMode",
+    "autocast_state",
     "cache_dir",
+    "in_compiled_autograd",
     "is_contiguous_or_false",
     "mode_options",
     "passes_on_hook",
@@ -45,6 +47,21 @@ def mode_options(mode: str | None, dynamic: bool | None = None) -> dict[str, Any
     if mode is None or mode == "default":
         return {}
     return dict(torch._inductor.list_mode_options(mode, dynamic))
+
+
+def autocast_state() -> list[tuple[str, bool, torch.dtype]]:
+    """Autocast as it is around a compile: device, whether it is on, and to which dtype."""
+    return [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+    ]
+
+
+def in_compiled_autograd() -> bool:
+    """Whether what is being compiled is a backward that compiled autograd captured."""
+    from torch._dynamo import compiled_autograd
+
+    return bool(compiled_autograd.in_compiled_autograd_region)
 
 
 def structured_trace() -> bool:

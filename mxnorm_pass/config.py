@@ -144,6 +144,12 @@ class MXNormConfig:
         """Whether ``include`` and ``exclude`` let the norm at ``path`` be rewritten."""
         return _hit(path, self.include) and not _hit(path, self.exclude)
 
+    @property
+    def by_path(self) -> bool:
+        """Whether what is done to a norm depends on its module path."""
+        chosen = self.include != ("*",) or self.exclude or self.exact or self.off
+        return bool(chosen) or self.correction != "gaussian"
+
     def rms_of(self, path: str) -> str:
         """What the op does for the norm at ``path``: ``p1``, ``p2`` or ``exact``."""
         exact = self.rms == "exact" or _hit(path, self.exact)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from mxnorm_pass import compat
 from mxnorm_pass.compat import CustomGraphPass, stable_topological_sort, unset_fake_temporarily
 from mxnorm_pass.config import MXNormConfig, ids_in
 from mxnorm_pass.formats import Cast
@@ -50,6 +51,8 @@ class MXNormPass(CustomGraphPass):
         config: the options.
         previous: passes that were on the hook before; they run first.
         report: what was done, one entry per graph, kept across calls.
+        places: module paths of the graph that is about to be compiled, where somebody knows them:
+            torch's keys leave them out, and choices by path depend on them.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class MXNormPass(CustomGraphPass):
         self.config = config or MXNormConfig()
         self.previous = tuple(previous)
         self.report = Report()
+        self.places: tuple[str, ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MXNormPass:
         """The pass itself: AOTInductor copies its options, and this report is the user's."""
@@ -203,7 +207,12 @@ class MXNormPass(CustomGraphPass):
 
     @staticmethod
     def require(result: GraphReport, required: int | None) -> None:
-        """Raise :class:`RewriteError` where the graph has fewer rewritten sites than required."""
+        """Raise :class:`RewriteError` where the graph has fewer rewritten sites than required.
+
+        A backward that compiled autograd hands over belongs to a graph that was checked before.
+        """
+        if compat.in_compiled_autograd():
+            return
         if required is not None and result.rewritten < required:
             raise RewriteError(
                 f"{result.rewritten} of {required} required sites were rewritten in this graph\n"
@@ -250,6 +259,8 @@ class MXNormPass(CustomGraphPass):
         fitted = self.config.calibration()
         digest.update(repr((sorted(fitted.items()), sorted(fitted.blocks.items()))).encode())
         off = sorted(switched_off(self.config))
+        if off or self.config.by_path:
+            digest.update(repr(self.places).encode())
         around = (list(earlier), disabled(), off, opaque.identity(), kernels.chosen())
         digest.update(repr(around).encode())
         return digest.hexdigest()

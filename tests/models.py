@@ -265,13 +265,38 @@ class HandLinear(nn.Linear):
     """A linear that casts its input by hand, with no E8M0 dtype (torch's C++ has none)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        blocks = x.float().unflatten(-1, (-1, 32))
-        absmax = blocks.abs().amax(-1, keepdim=True)
-        byte = ((absmax.view(torch.int32) >> 23) - 8).clamp(min=0)
-        scale = (byte << 23).view(torch.float32).clamp(min=2.0**-126)
-        codes = (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        rows = (codes.float() * scale).flatten(-2).to(x.dtype)
-        return nn.functional.linear(rows, self.weight, self.bias)
+        return nn.functional.linear(hand_cast(x), self.weight, self.bias)
+
+
+def hand_cast(x: Tensor) -> Tensor:
+    """Rows through e4m3 and back, in blocks of 32."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    absmax = blocks.abs().amax(-1, keepdim=True)
+    byte = ((absmax.view(torch.int32) >> 23) - 8).clamp(min=0)
+    scale = (byte << 23).view(torch.float32).clamp(min=2.0**-126)
+    codes = (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).flatten(-2).to(x.dtype)
+
+
+class _Through(torch.autograd.Function):
+    """A product of cast rows whose gradients pass the cast by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return hand_cast(x) @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].t() @ x
+
+
+class TrainedHandLinear(HandLinear):
+    """The same, for rows ``[M, K]``, straight through in the backward; takes any M."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Through.apply(x, self.weight)
 
 
 def hand_model(k: int = 512) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 _ROOT = re.compile(r"^L\[['\"]\w+['\"]\](\[['\"]?\w+['\"]?\])*")
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
@@ -21,3 +21,14 @@ def module_path(node: Node) -> str:
     path = _INDEX.sub(r".\1", path)
     path = _CONTAINER.sub("", path)
     return re.sub(r"\.+", ".", path).strip(".")
+
+
+def places(gm: GraphModule) -> tuple[str, ...]:
+    """The module path of every call of a Dynamo graph, in order, of its subgraphs too."""
+    return tuple(
+        module_path(node)
+        for module in gm.modules()
+        if isinstance(module, GraphModule)
+        for node in module.graph.nodes
+        if node.op.startswith("call")
+    )

@@ -19,6 +19,7 @@ import torch
 from torch.fx import GraphModule
 
 from mxnorm_pass import compat
+from mxnorm_pass.recognise.paths import places
 from mxnorm_pass.report.report import GraphReport, Report
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,10 @@ def key(gm: GraphModule, example_inputs: Sequence[Any], identity: str) -> str | 
 def _key(gm: GraphModule, example_inputs: Sequence[Any], identity: str) -> str:
     digest = hashlib.sha256(identity.encode())
     digest.update(torch.__version__.encode())
-    digest.update(str(torch.is_grad_enabled()).encode())
+    # What a trace depends on and the graph does not say.
+    digest.update(repr((torch.is_grad_enabled(), compat.autocast_state())).encode())
+    # A norm without a gain leaves its path in no parameter's name.
+    digest.update(repr(places(gm)).encode())
     digest.update(gm.print_readable(print_output=False).encode())
     for value in example_inputs:
         digest.update(_describe(value).encode())
