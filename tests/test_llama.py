@@ -192,6 +192,7 @@ def test_frozen_gains_have_no_gradient() -> None:
         assert_same_bytes(gradient, full.gradients[name], name)
 
 
+@pytest.mark.long
 def test_dynamic_shapes() -> None:
     model, ids = one_layer(), tokens()
     result = run(model, input_ids=ids, dynamic=True)

@@ -287,6 +287,7 @@ def test_in_place_change_between_norm_and_cast() -> None:
     assert_same_bytes(result.outputs[0], run(model, x, training=False, off=True).outputs[0])
 
 
+@pytest.mark.long
 def test_checkpointed_llama_recomputes_bitwise() -> None:
     """transformers' gradient checkpointing: recompute tags carried, gradients those without it."""
     model = wrap_training_(llama(layers=1, hidden=128), skip=("lm_head",))
