@@ -86,6 +86,10 @@ class MXNormPass(CustomGraphPass):
 
     def apply(self, graph: Graph) -> GraphReport:
         """Rewrite one graph in place and say what was done; raises under ``strict`` only."""
+        if compat.in_compiled_autograd():
+            # A backward whose forward was seen before: what it casts are gradients, and what it
+            # recomputes has to stay what that forward computed.
+            return GraphReport(training=True)
         start = time.perf_counter()
         training = is_joint(graph)
         result = GraphReport(training=training)

@@ -358,7 +358,8 @@ def test_compiled_autograd() -> None:
         generator = torch.Generator().manual_seed(0)
         out.backward(torch.randn(out.shape, generator=generator).to(out.dtype))
     assert counters["compiled_autograd"]["captures"] == 1
-    assert [graph.rewritten for graph in ours.report.graphs] == [1, 0]
+    # Casts of gradients are no sites that somebody missed.
+    assert [(len(graph.sites), graph.rewritten) for graph in ours.report.graphs] == [(1, 1), (0, 0)]
     assert_same_bytes(out.detach(), expected.outputs[0])
     for name, gradient in expected.gradients.items():
         got = leaf.grad if name == "input0" else block.get_parameter(name).grad
