@@ -120,17 +120,19 @@ class MXNormPass(CustomGraphPass):
         ops: list[tuple[Node, SiteReport]] = []
         for site in found.sites:
             edit = Edit(graph)
+            more: list[Edit] = []
             try:
                 applied = rewrite_site(
                     edit, site, self.config, training=training, calibration=calibration
                 )
                 entry = _rewritten_site(site, applied)
+                colwise = self._columns(graph, site, applied.op, more)
             except Decline as decline:
-                edit.rollback()
+                _roll_back(edit, *more)
                 result.sites.append(_declined_site(site, decline))
                 continue
             except Exception:
-                edit.rollback()
+                _roll_back(edit, *more)
                 if self.config.strict:
                     raise
                 log.exception("rewriting %s failed; it stays as it was", site.path)
@@ -139,8 +141,8 @@ class MXNormPass(CustomGraphPass):
                 continue
             result.sites.append(entry)
             ops.append((applied.op, entry))
-            edits.append(edit)
-            entry.spec["colwise"] = self._columns(graph, site, applied.op, edits)
+            edits += [edit, *more]
+            entry.spec["colwise"] = colwise
             entry.spec["colwise_reason"] = _reasons(site)
         # What an op depends on is known when all are there.
         for op, entry in ops:
@@ -154,8 +156,7 @@ class MXNormPass(CustomGraphPass):
                 stable_topological_sort(graph)
             except Exception:
                 # Nothing is erased yet: take all back, and put the nodes where they were.
-                for edit in reversed(edits):
-                    edit.rollback()
+                _roll_back(*edits)
                 stable_topological_sort(graph)
                 result.sites.clear()
                 raise
@@ -168,7 +169,10 @@ class MXNormPass(CustomGraphPass):
     def _columns(
         self, graph: Graph, site: Site, op: Node, edits: list[Edit]
     ) -> list[dict[str, Any]] | None:
-        """Rewrite the casts of the norm's output along tokens; one that fails stays as it is."""
+        """Rewrite the casts of the norm's output along tokens; one that fails stays as it is.
+
+        Where its rows are sent for it, the whole site must: else codes are sent beside them.
+        """
         done = []
         for columns in site.columns.found:
             edit = Edit(graph)
@@ -176,11 +180,13 @@ class MXNormPass(CustomGraphPass):
                 rewrite_columns(edit, site, columns, op)
             except Decline as decline:
                 edit.rollback()
+                if columns.gathered:
+                    raise
                 site.columns.declined.append(decline)
                 continue
             except Exception:
                 edit.rollback()
-                if self.config.strict:
+                if self.config.strict or columns.gathered:
                     raise
                 log.exception("the casts of %s along tokens stay as they are", site.path)
                 why = Decline("internal_error", traceback.format_exc())
@@ -268,6 +274,11 @@ class MXNormPass(CustomGraphPass):
         around = (list(earlier), disabled(), off, opaque.identity(), kernels.chosen())
         digest.update(repr(around).encode())
         return digest.hexdigest()
+
+
+def _roll_back(*edits: Edit) -> None:
+    for edit in reversed(edits):
+        edit.rollback()
 
 
 def disabled() -> bool:

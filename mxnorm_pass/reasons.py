@@ -35,8 +35,13 @@ REASONS: dict[str, tuple[str, str]] = {
         "normalise what is left after it, or cast before it; picking whole rows is fine",
     ),
     "collective_between": (
-        "a collective stands between norm and cast",
-        "gather before the norm, or leave the site to the compiler",
+        "a collective stands between norm and cast, and codes cannot be sent in the place of rows",
+        "read the gathered rows by MX casts alone; in training give each rank whole blocks of 32 "
+        "tokens",
+    ),
+    "sharded_row": (
+        "the row itself is sharded: its mean of squares is added up over ranks",
+        "shard tokens (sequence parallel), or gather the row before the norm",
     ),
     "opaque_norm": (
         "the cast reads the output of a norm that is one opaque op (a kernel of a library or hub)",

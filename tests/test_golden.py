@@ -9,9 +9,12 @@ import difflib
 
 import expecttest
 import pytest
+import torch.distributed as dist
 from compiling import graphs, listing
 from models import inference_block, rows, training_block
+from test_sharded import WORLD, along, trained
 from torch.fx import Graph
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mxnorm_pass.compat import TORCH_VERSION
 
@@ -223,6 +226,60 @@ squeeze: float8_e8m0fnu[64, 4] = aten.squeeze.dim(view_2, -1)
 + view_38: float8_e8m0fnu[128, 2, 1] = aten.view.dtype(view_default_4, float8_e8m0fnu)
 - mul_17: float32[64, 128] = aten.mul.Tensor(mul_15, rsqrt)
 + mul_17: float32[64, 128] = aten.mul.Tensor(mul_15, rstd)
+""",
+        )
+
+    def test_gathered_in_training(self) -> None:
+        """Codes of rows in the forward, codes along tokens in the backward."""
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+        try:
+            got = trained(along(1, dist.group.WORLD), (2, 32))
+        finally:
+            dist.destroy_process_group()
+        known = {n.name for n in got.before.nodes}
+        new = (n for n in got.after.nodes if n.name not in known)
+        starts = tuple(f"{n.name}{end}" for n in new for end in (": ", " = "))
+        ours = [line for line in listing(got.after).splitlines() if line.startswith(starts)]
+        self.assertExpectedInline(
+            "\n".join(ours) + "\n",
+            """\
+rmsnorm_mxquant = mxnorm.rmsnorm_mxquant.default(primals_1, primals_2, None, None, 1e-06, exact, 1, bf16->bf16, e4m3/b32/rceil_log2/reciprocal/clamp/plain)
+rstd: float32[2, 32, 1] = getitem(rmsnorm_mxquant, 2)
+scale: uint8[2, 32, 4] = getitem(rmsnorm_mxquant, 1)
+all_gather_into_tensor_default_1: uint8[4, 32, 4] = _c10d_functional.all_gather_into_tensor.default(scale, 2, 0)
+wait_tensor_default_1: uint8[4, 32, 4] = _c10d_functional.wait_tensor.default(all_gather_into_tensor_default_1)
+slice_tensor_3: uint8[2, 32, 4] = aten.slice.Tensor(wait_tensor_default_1, 0, 2, 4)
+slice_tensor_2: uint8[2, 32, 4] = aten.slice.Tensor(wait_tensor_default_1, 0, 0, 2)
+cat_default_1: uint8[2, 64, 4] = aten.cat.default([slice_tensor_2, slice_tensor_3], 1)
+view_default_1: uint8[128, 4, 1] = aten.view.default(cat_default_1, [128, 4, 1])
+qdata: float8_e4m3fn[2, 32, 128] = getitem(rmsnorm_mxquant, 0)
+view_dtype: uint8[2, 32, 128] = aten.view.dtype(qdata, uint8)
+all_gather_into_tensor_default: uint8[4, 32, 128] = _c10d_functional.all_gather_into_tensor.default(view_dtype, 2, 0)
+wait_tensor_default: uint8[4, 32, 128] = _c10d_functional.wait_tensor.default(all_gather_into_tensor_default)
+slice_tensor_1: uint8[2, 32, 128] = aten.slice.Tensor(wait_tensor_default, 0, 2, 4)
+slice_tensor: uint8[2, 32, 128] = aten.slice.Tensor(wait_tensor_default, 0, 0, 2)
+cat_default: uint8[2, 64, 128] = aten.cat.default([slice_tensor, slice_tensor_1], 1)
+view_dtype_1: float8_e4m3fn[2, 64, 128] = aten.view.dtype(cat_default, float8_e4m3fn)
+view_default: float8_e4m3fn[128, 4, 32] = aten.view.default(view_dtype_1, [128, 4, 32])
+rmsnorm_mxquant_colwise = mxnorm.rmsnorm_mxquant_colwise.default(primals_1, rstd, primals_2, None, bf16->bf16, e4m3/b32/rceil_log2/reciprocal/clamp/plain)
+scale_columns: uint8[128, 2] = getitem(rmsnorm_mxquant_colwise, 1)
+all_gather_into_tensor_default_3: uint8[256, 2] = _c10d_functional.all_gather_into_tensor.default(scale_columns, 2, 0)
+wait_tensor_default_3: uint8[256, 2] = _c10d_functional.wait_tensor.default(all_gather_into_tensor_default_3)
+view_default_4: uint8[2, 128, 2, 1] = aten.view.default(wait_tensor_default_3, [2, 128, 2, 1])
+permute_default_1: uint8[128, 2, 2, 1] = aten.permute.default(view_default_4, [1, 2, 0, 3])
+clone_default_1: uint8[128, 2, 2, 1] = aten.clone.default(permute_default_1, memory_format=torch.contiguous_format)
+view_default_5: uint8[128, 4] = aten.view.default(clone_default_1, [128, -1])
+view_default_7: uint8[128, 4, 1] = aten.view.default(view_default_5, [128, 4, 1])
+qdata_columns: float8_e4m3fn[128, 64] = getitem(rmsnorm_mxquant_colwise, 0)
+view_dtype_2: uint8[128, 64] = aten.view.dtype(qdata_columns, uint8)
+all_gather_into_tensor_default_2: uint8[256, 64] = _c10d_functional.all_gather_into_tensor.default(view_dtype_2, 2, 0)
+wait_tensor_default_2: uint8[256, 64] = _c10d_functional.wait_tensor.default(all_gather_into_tensor_default_2)
+view_default_2: uint8[2, 128, 2, 32] = aten.view.default(wait_tensor_default_2, [2, 128, 2, 32])
+permute_default: uint8[128, 2, 2, 32] = aten.permute.default(view_default_2, [1, 2, 0, 3])
+clone_default: uint8[128, 2, 2, 32] = aten.clone.default(permute_default, memory_format=torch.contiguous_format)
+view_default_3: uint8[128, 128] = aten.view.default(clone_default, [128, -1])
+view_dtype_3: float8_e4m3fn[128, 128] = aten.view.dtype(view_default_3, float8_e4m3fn)
+view_default_6: float8_e4m3fn[128, 4, 32] = aten.view.default(view_dtype_3, [128, 4, 32])
 """,
         )
 

@@ -234,6 +234,7 @@ def test_dynamic_shape() -> None:
 
 
 def test_every_code_is_here() -> None:
-    elsewhere = {"collective_between", "dynamic_shape"}
+    # sharded_row: tests/test_sharded.py.
+    elsewhere = {"collective_between", "dynamic_shape", "sharded_row"}
     chosen = {f.__name__.removesuffix("_outside") for f in CHOICES}
     assert {*GRAPHS, *chosen, *elsewhere} == set(REASONS)

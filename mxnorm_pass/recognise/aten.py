@@ -238,4 +238,4 @@ def reduces_last_axis(node: Node) -> bool:
 
 def is_backward(node: Node) -> bool:
     """In the backward half of a joint graph."""
-    return bool(node.meta.get("partitioner_tag") == "is_backward")
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")

@@ -2,7 +2,8 @@
 
 Autograd reads the same ``y`` again, transposes it and casts it in blocks along tokens; each linear
 does so for itself. Such a cast is found from its own absmax (or its opaque op) back to a transpose
-of the very node that a site's cast along rows reads.
+of the very node that a site's cast along rows reads. Where that node holds rows gathered from all
+ranks, each rank can cast its own rows and send the codes, if no block of tokens mixes ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import SymInt
 from torch.fx import Graph, Node
@@ -19,8 +20,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from mxnorm_pass.formats import ELEMENTS, Cast
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten, opaque
-from mxnorm_pass.recognise.cast import cast_site, is_block_max, reduced, values_of
+from mxnorm_pass.recognise.cast import cast_site, is_block_max, reduced, values_of, whole
 from mxnorm_pass.recognise.cast_spec import recognise_cast
+from mxnorm_pass.recognise.moves import Gather, gather_of
 
 log = logging.getLogger(__name__)
 
@@ -34,16 +36,20 @@ class ColumnReader:
         codes: elements as they are stored.
         scales: block scales as they are read from outside.
         behind: nodes between the norm's output and the cast: its views, its transpose.
+        inside: nodes that belong to the cast alone.
         block: length of a block as the graph has it, maybe a symbolic expression.
         transposed: codes are ``[M, K]`` in column-major order; else in the order of ``[K, M]``.
+        gather: how the rows came together that it casts; None where they are this rank's own.
     """
 
     anchor: Node
     codes: tuple[Node, ...]
     scales: tuple[Node, ...]
     behind: tuple[Node, ...]
+    inside: frozenset[Node]
     block: int | SymInt
     transposed: bool = False
+    gather: Gather | None = None
 
 
 @dataclass
@@ -53,6 +59,11 @@ class Columns:
     cast: Cast
     tensor_scale: Node | None
     readers: list[ColumnReader] = field(default_factory=list)
+
+    @property
+    def gathered(self) -> bool:
+        """Some of the rows are gathered from all ranks."""
+        return any(reader.gather is not None for reader in self.readers)
 
 
 @dataclass
@@ -70,29 +81,53 @@ class SiteColumns:
                 return
         self.found.append(Columns(cast, tensor_scale, [reader]))
 
+    def behind(self, sent: Node) -> list[ColumnReader]:
+        """Casts of the rows that a collective sends."""
+        readers = (reader for columns in self.found for reader in columns.readers)
+        return [r for r in readers if r.gather is not None and r.gather.sent is sent]
+
+    def leave(self, readers: list[ColumnReader], why: Decline) -> None:
+        """Let casts stay as they are."""
+        for columns in list(self.found):
+            columns.readers = [r for r in columns.readers if r not in readers]
+            if not columns.readers:
+                self.found.remove(columns)
+        if readers:
+            self.declined.append(why)
+
 
 def find_columns(
-    graph: Graph, outputs: Iterable[tuple[Node, SiteColumns]], *, strict: bool
+    graph: Graph,
+    outputs: Iterable[tuple[Node, tuple[Node, ...], SiteColumns]],
+    *,
+    strict: bool,
 ) -> None:
     """Find the casts along tokens of the norms' ``outputs``. Evaluates probes; changes nothing.
 
     Args:
         graph: a joint graph.
-        outputs: what a norm's casts along rows read, each with the record to write to.
+        outputs: what a norm's casts along rows read; the moves that its rows went through, none or
+            some that send them; the record to write to.
         strict: raise what goes wrong instead of noting it.
     """
-    known = {aten.origin(node): record for node, record in outputs}
+    known: dict[Node, tuple[tuple[Node, ...], SiteColumns]] = {}
+    for node, moves, record in outputs:
+        known.setdefault(aten.origin(node), (moves, record))
     if not known:
         return
     for anchor in graph.nodes:
         if not aten.is_backward(anchor):
             continue
         behind = _rows_behind(anchor)
-        record = known.get(behind[-1]) if behind else None
-        if record is None:
+        if not behind or behind[-1] not in known:
             continue
+        moves, record = known[behind[-1]]
         try:
-            record.add(*_recognise(anchor, behind))
+            reader, cast, tensor_scale = _recognise(anchor, behind)
+            if moves:
+                gather = _gathered(moves, cast, tensor_scale, anchor)
+                reader = replace(reader, gather=gather)
+            record.add(reader, cast, tensor_scale)
         except Decline as decline:
             record.declined.append(decline)
         except Exception:
@@ -158,8 +193,36 @@ def _recognise(anchor: Node, behind: tuple[Node, ...]) -> tuple[ColumnReader, Ca
     rows = aten.shape(site.source)[1:]
     _check_blocks(rows, spec.cast.block_size, anchor)
     block = aten.shape(reduced(anchor))[-1]
-    reader = ColumnReader(anchor, site.codes, site.scales, (*site.chain, *behind[:-1]), block)
+    path = (*site.chain, *behind[:-1])
+    reader = ColumnReader(anchor, site.codes, site.scales, path, whole(site), block)
     return reader, spec.cast, spec.tensor_scale
+
+
+def _gathered(
+    moves: tuple[Node, ...], cast: Cast, tensor_scale: Node | None, anchor: Node
+) -> Gather:
+    """How the rows of a cast along tokens came together, where casting them before gives the same:
+    every block of tokens is one rank's.
+    """
+    gather = gather_of(moves)
+    if gather is None:
+        raise Decline(
+            "collective_between",
+            f"{moves[0].target} is not the gather of all ranks' rows in their order",
+            anchor,
+        )
+    if not statically_known_true(gather.run % cast.block_size == 0):
+        raise Decline(
+            "collective_between",
+            f"blocks of {cast.block_size} tokens, {gather.run} of each rank behind one another",
+            anchor,
+        )
+    if cast.layout != "plain" or tensor_scale is not None:
+        detail = "the per-tensor scale, or the layout of the scales, is that of the rows gathered"
+        raise Decline("collective_between", detail, anchor)
+    if not isinstance(gather.run, int) and not isinstance(gather.outer, int):
+        raise Decline("dynamic_shape", f"{gather.outer} times {gather.run} rows per rank", anchor)
+    return gather
 
 
 def _check_blocks(rows: tuple[object, ...], block: int, anchor: Node) -> None:
@@ -193,6 +256,8 @@ def _opaque(
             f"{list(aten.shape(codes))}",
             codes,
         )
-    block = call.cast.block_size
-    reader = ColumnReader(anchor, (codes,), (scales,), behind[:-1], block, call.transposed)
+    inside = frozenset((anchor, codes, scales))
+    reader = ColumnReader(
+        anchor, (codes,), (scales,), behind[:-1], inside, call.cast.block_size, call.transposed
+    )
     return reader, call.cast, call.tensor_scale

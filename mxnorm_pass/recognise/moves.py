@@ -4,9 +4,13 @@ token of a sequence, sequence parallel's gather. Norm and cast work row by row, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+from torch import SymInt
 from torch.fx import Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten
@@ -41,6 +45,91 @@ def sends_rows(node: Node) -> bool:
 def first_sent(path: tuple[Node, ...]) -> Node | None:
     """The first collective of a path."""
     return next((node for node in path if sends_rows(node)), None)
+
+
+def sent_again(path: tuple[Node, ...]) -> bool:
+    """Activation checkpointing runs the collective of a path once more for the backward: nothing
+    behind it is kept.
+    """
+    sent = first_sent(path)
+    if sent is None or aten.is_backward(sent):
+        return False
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    # A piece of a split has no tags of its own.
+    behind = (node for node in path[path.index(sent) :] if not aten.is_getitem(node))
+    return all(node.meta.get("recompute") in again for node in behind)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The rows of all ranks of a group, joined along one axis of ``[..., K]``.
+
+    Attributes:
+        sent: the collective.
+        ranks: how many ranks send.
+        group: their group, by the name that torch's collectives take.
+        outer: rows of one rank in front of the axis; in the result, ranks alternate within each.
+        run: rows of one rank that stay behind one another.
+    """
+
+    sent: Node
+    ranks: int
+    group: str
+    outer: int | SymInt
+    run: int | SymInt
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The same for gathers that do the same; symbolic sizes have no hash of their own."""
+        return (self.ranks, self.group, str(self.outer), str(self.run))
+
+
+def gather_of(path: tuple[Node, ...]) -> Gather | None:
+    """The gather that a path of moves comes to; None where it is, or does, anything else.
+
+    Along the first axis that is the collective alone, along another one what arrives is split by
+    rank and joined there.
+    """
+    nodes = [n for n in path if not aten.is_widening(n)]
+    while nodes and aten.keeps_order(nodes[0]):
+        del nodes[0]
+    while nodes and aten.keeps_order(nodes[-1]):
+        del nodes[-1]
+    if len(nodes) < 2 or not (_is(nodes[0], "all_gather_into_tensor") and sends_rows(nodes[0])):
+        return None
+    sent, wait, *rest = nodes
+    if not _is(wait, "wait_tensor") or wait.args[0] is not sent:
+        return None
+    _, ranks, group = sent.args[:3]
+    if not isinstance(ranks, int) or not isinstance(group, str):
+        return None
+    lead = aten.shape(sent.all_input_nodes[0])[:-1]
+    axis = _joined_by_rank(wait, rest, ranks, lead[0]) if rest else 0
+    if axis is None:
+        return None
+    return Gather(sent, ranks, group, prod(lead[:axis]), prod(lead[axis:]))
+
+
+def _is(node: Node, name: str) -> bool:
+    return aten.is_collective(node) and str(node.target).split(".")[1] == name
+
+
+def _joined_by_rank(wait: Node, rest: list[Node], ranks: int, each: int | SymInt) -> int | None:
+    """The axis along which what came from each rank is joined, in the order of the ranks."""
+    *pieces, join = rest
+    if join.target is not _aten.cat.default or len(pieces) != ranks:
+        return None
+    joined: Any = join.args[0]
+    if len(joined) != ranks or set(joined) != set(pieces):
+        return None
+    for rank, piece in enumerate(joined):
+        split = piece.all_input_nodes[0]
+        place = chunk(piece) if aten.is_getitem(piece) else None
+        mine = (0, rank * each, (rank + 1) * each)
+        if place is None or not aten.same_shape(place, mine) or split.args[0] is not wait:
+            return None
+    axis: Any = join.args[1] if len(join.args) > 1 else 0
+    return int(axis) % len(aten.shape(join))
 
 
 def picks_rows(node: Node) -> bool:
@@ -85,7 +174,7 @@ def picks_rows(node: Node) -> bool:
     return node.target is _aten.repeat.default and bool(repeats[-1] == 1)
 
 
-def chunk(node: Node) -> tuple[int, int, int] | None:
+def chunk(node: Node) -> tuple[int, int | SymInt, int | SymInt] | None:
     """Axis, start and end of a piece of a split along a leading axis; None for other nodes."""
     parent = node.all_input_nodes[0]
     if parent.target not in SPLITS:
@@ -94,7 +183,7 @@ def chunk(node: Node) -> tuple[int, int, int] | None:
     axis: Any = parent.args[2] if len(parent.args) > 2 else 0
     sizes = [v.shape[axis] for v in parent.meta["val"]]
     index = node.args[1]
-    if not isinstance(index, int) or not all(isinstance(s, int) for s in sizes):
+    if not isinstance(index, int):
         return None
     if axis % len(given) == len(given) - 1:
         return None

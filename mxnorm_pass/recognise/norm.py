@@ -105,6 +105,7 @@ def find_norm(source: Node, k: int) -> tuple[NormSpec, tuple[Node, ...]] | None:
         producer = fused_norm.producer(source)
         if opaque.is_opaque_norm(producer):
             raise Decline("opaque_norm", f"{producer.target}", producer)
+        _over_ranks(source)
         _behind_scatter(source)
         return None
     first, origin = blocked
@@ -139,6 +140,26 @@ def norm_behind(node: Node, known: Collection[Node]) -> Node | None:
         seen.update(fresh)
         queue.extend(fresh)
     return None
+
+
+def _over_ranks(source: Node) -> None:
+    """Declines where the squares of a row are added up over ranks, each of which has a part."""
+    seen = {source}
+    queue = [source]
+    for node in queue:
+        if aten.is_collective(node) and "reduce" in str(node.target):
+            for statistic in _row_statistics(node.all_input_nodes[0]):
+                try:
+                    _squared(statistic)
+                except Decline:
+                    continue
+                raise Decline("sharded_row", f"{node.target} of {statistic.target}", node)
+            continue
+        if not (aten.is_pointwise(node) or aten.keeps_order(node) or aten.moves(node)):
+            continue
+        fresh = [n for n in node.all_input_nodes if n not in seen and len(seen) < MAX_PIECE]
+        seen.update(fresh)
+        queue.extend(fresh)
 
 
 def _behind_scatter(source: Node) -> None:

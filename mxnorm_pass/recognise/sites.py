@@ -220,13 +220,16 @@ def find_sites(graph: Graph, config: MXNormConfig) -> Found:
             _note_unanchored_cast(found, node, claimed)
     for group in found.sites:
         group.claimed = frozenset(claimed)
+    # Rows that were picked have other blocks of tokens than the norm's; those sent may have the
+    # same.
+    outputs = [
+        (reader.cast.source, reader.moves, group.columns)
+        for group in found.sites
+        for reader in group.readers
+        if not reader.moves or moves.first_sent(reader.moves) is not None
+    ]
+    find_columns(graph, outputs, strict=config.strict)
     _keep_what_is_sent_anyway(found)
-    outputs: dict[Node, SiteColumns] = {}
-    for group in found.sites:
-        for reader in group.readers:
-            if not reader.moves:
-                outputs.setdefault(reader.source, group.columns)
-    find_columns(graph, outputs.items(), strict=config.strict)
     return found
 
 
@@ -241,29 +244,46 @@ def _keep_what_is_sent_anyway(found: Found) -> None:
             site.casts.remove(cast)
             paths = list(dict.fromkeys(module_path(m) for m in cast.reader.read.matmuls))
             detail = f"{other.name} reads the rows of {sent.target} as well (at {sent.name})"
+            if site.columns.declined:
+                detail += f"; of a cast along tokens: {site.columns.declined[0].detail}"
             found.decline(site.path, paths, "collective_between", detail, sent.name)
+            _leave_columns(site, sent, other)
         if not site.casts:
             found.sites.remove(site)
+        for cast in site.casts:
+            resent = moves.first_sent(cast.reader.moves)
+            reader = None if resent is None else _other_reader(site, cast.reader, resent, False)
+            if resent is not None and reader is not None:
+                _leave_columns(site, resent, reader)
+
+
+def _leave_columns(site: Site, sent: Node, other: Node) -> None:
+    """The casts along tokens of rows that the backward gets anyway stay as they are."""
+    detail = f"{other.name} reads the rows of {sent.name} as well"
+    why = Decline("collective_between", detail, other)
+    site.columns.leave(site.columns.behind(sent), why)
 
 
 def _sent_anyway(site: Site, cast: _Recognised) -> tuple[_Recognised, Node, Node] | None:
     """The cast, the collective that rows go through, and who else reads them behind it."""
     sent = moves.first_sent(cast.reader.moves)
-    other = None if sent is None else _other_reader(site, cast.reader, sent)
+    again = moves.sent_again(cast.reader.moves)
+    other = None if sent is None else _other_reader(site, cast.reader, sent, again)
     return None if sent is None or other is None else (cast, sent, other)
 
 
-def _other_reader(site: Site, reader: Reader, sent: Node) -> Node | None:
+def _other_reader(site: Site, reader: Reader, sent: Node, again: bool) -> Node | None:
     """Who reads rows behind ``sent`` and is no cast of this site; None where nobody does.
 
-    Where the collective is recomputed for the backward, only the forward counts: what the backward
-    reads is sent again with and without us.
+    Where the collective is recomputed for the backward (``again``), only the forward counts: what
+    the backward reads is sent again with and without us.
     """
-    again = "recompute" in sent.meta and not aten.is_backward(sent)
+    along_tokens = site.columns.behind(sent)
     mine = {n for r in site.readers for n in (*r.moves, *r.cast.chain)}
     mine |= {n for r in site.readers for n in whole(r.cast)}
+    mine |= {n for r in along_tokens for n in (*r.behind, *r.inside)}
     path = (*reader.moves[reader.moves.index(sent) :], *reader.cast.chain)
-    for node in path:
+    for node in (*path, *(n for r in along_tokens for n in r.behind)):
         for user in node.users:
             pieces = user.users if user.target in moves.SPLITS else (user,)
             for piece in pieces:

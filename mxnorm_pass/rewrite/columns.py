@@ -1,4 +1,8 @@
-"""The cast along tokens: one op per distinct cast in the backward, which reads the row and rstd."""
+"""The cast along tokens: one op per distinct cast in the backward, which reads the row and rstd.
+
+Where autograd casts rows that were gathered from all ranks, each rank casts its own and sends codes
+and scales, in the backward: nothing of what was gathered is kept from the forward.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,18 @@ import torch
 from torch.fx import Node
 
 from mxnorm_pass.compat import is_contiguous_or_false
+from mxnorm_pass.formats import ELEMENTS
 from mxnorm_pass.ops import COLWISE_OP
 from mxnorm_pass.ops.rmsnorm_mxquant import rounding_name
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import Site, aten
 from mxnorm_pass.recognise.columns import Columns
-from mxnorm_pass.rewrite.edit import Edit, release_sizes, view_as
+from mxnorm_pass.recognise.moves import Gather
+from mxnorm_pass.rewrite.edit import Chain, Edit, release_sizes, view_as
 from mxnorm_pass.rewrite.site import stored_scale
 
 _aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
 
 
 def rewrite_columns(edit: Edit, site: Site, columns: Columns, op: Node) -> None:
@@ -44,7 +51,18 @@ def rewrite_columns(edit: Edit, site: Site, columns: Columns, op: Node) -> None:
         edit.call(operator.getitem, (made, i), like=like, after=made, name=name)
         for i, name in enumerate(("qdata_columns", "scale_columns"))
     )
+    own = (qdata, scale)
+    sent: dict[tuple[object, ...], tuple[Node, Node]] = {}
     for reader in columns.readers:
+        gather = reader.gather
+        if gather is not None:
+            if gather.key not in sent:
+                codes = _gathered(edit, own[0], gather, ELEMENTS[columns.cast.element].per_byte)
+                scales = _gathered(edit, own[1], gather, columns.cast.block_size)
+                sent[gather.key] = (codes, scales)
+            qdata, scale = sent[gather.key]
+        else:
+            qdata, scale = own
         for old in reader.codes:
             if reader.transposed:
                 new = edit.call(_aten.permute.default, (qdata, [1, 0]), like=qdata, after=qdata)
@@ -55,6 +73,36 @@ def rewrite_columns(edit: Edit, site: Site, columns: Columns, op: Node) -> None:
         for old in reader.scales:
             edit.replace(old, stored_scale(edit, _ordered(edit, scale, old), old, norm.x))
         release_sizes(edit, (norm.x, qdata, scale), reader.behind)
+
+
+def _gathered(edit: Edit, stored: Node, gather: Gather, tokens: int) -> Node:
+    """Codes or scales ``[K, M / tokens]`` of this rank's rows -> those of the rows of all ranks, in
+    the order in which these were joined.
+
+    Ranks arrive one behind the other, ``[ranks * K, M / tokens]``; along the tokens, each rank's
+    come in runs.
+    """
+    k, dtype = aten.shape(stored)[0], aten.dtype(stored)
+    call = Chain(edit, like=stored, after=stored)
+    # Bytes can be sent by every backend; not every float8 can.
+    node = stored if dtype is torch.uint8 else call(aten.VIEW_DTYPE, stored, torch.uint8)
+    for target, args in (
+        (_c10d.all_gather_into_tensor.default, (gather.ranks, gather.group)),
+        (_c10d.wait_tensor.default, ()),
+    ):
+        node = call(target, node, *args)
+        # It depends on the forward alone, and a wait counts as impure: the partitioner would run
+        # it there, and keep what arrives for the backward.
+        node.meta["partitioner_tag"] = "must_be_in_backward"
+    outer = gather.outer if isinstance(gather.outer, int) else -1
+    run = gather.run // tokens if isinstance(gather.run, int) else -1
+    node = call(_aten.view.default, node, [gather.ranks, k, outer, run])
+    node = call(_aten.permute.default, node, [1, 2, 0, 3])
+    dense = {"memory_format": torch.contiguous_format}
+    node = edit.call(_aten.clone.default, (node,), like=stored, after=node, kwargs=dense)
+    call = Chain(edit, like=stored, after=node)
+    node = call(_aten.view.default, node, [k, -1])
+    return node if dtype is torch.uint8 else call(aten.VIEW_DTYPE, node, dtype)
 
 
 def _plainly(

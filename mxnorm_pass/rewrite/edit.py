@@ -76,6 +76,19 @@ class Edit:
             user.replace_input_with(old, new)
         self._stale.append(old)
 
+    def tag(self, node: Node, key: str, value: object) -> None:
+        """Change what one node says of itself."""
+        before = node.meta.get(key)
+
+        def undo() -> None:
+            if before is None:
+                node.meta.pop(key, None)
+            else:
+                node.meta[key] = before
+
+        self._undo.append(undo)
+        node.meta[key] = value
+
     def refresh(self, nodes: Iterable[Node]) -> None:
         """Recompute fake values, in the order given, after an input changed its dtype."""
         for node in nodes:
@@ -216,7 +229,9 @@ def release_sizes(edit: Edit, kept: tuple[Node, ...], nodes: tuple[Node, ...]) -
             if user.target not in aten.SYM_SIZE:
                 continue
             # What the forward reads must not wait for the backward.
-            for other in kept if aten.is_backward(user) else kept[:1]:
+            for other in kept:
+                if aten.is_backward(other) and not aten.is_backward(user):
+                    continue
                 sizes = aten.shape(other)
                 axis = next(
                     (i for i, s in enumerate(sizes) if aten.same_size(user.meta["val"], s)), None

@@ -19,7 +19,7 @@ from mxnorm_pass.recognise.norm import NormSpec
 from mxnorm_pass.rewrite.bound import peak_bound
 from mxnorm_pass.rewrite.edit import INHERITED, Chain, Edit, release_sizes, scalar, view
 from mxnorm_pass.rewrite.fold import fold_gain
-from mxnorm_pass.rewrite.moves import Moved
+from mxnorm_pass.rewrite.moves import Moved, leave_to_backward
 from mxnorm_pass.theory import correction as gaussian_correction
 
 _aten = torch.ops.aten
@@ -100,12 +100,17 @@ def rewrite_site(
     moved_qdata, moved_scale = (Moved(edit, stored, norm.x) for stored in (qdata, scale))
     for reader in site.readers:
         codes, scales = moved_qdata.by(reader.moves), moved_scale.by(reader.moves)
-        for old in reader.cast.codes:
-            edit.replace(old, view(edit, codes, old, norm.x, after=codes))
+        made = [view(edit, codes, old, norm.x, after=codes) for old in reader.cast.codes]
+        for old, new in zip(reader.cast.codes, made, strict=True):
+            edit.replace(old, new)
         for old in reader.cast.scales:
             edit.replace(old, stored_scale(edit, scales, old, norm.x))
         behind = (reader.cast.source, *reader.cast.chain, *reader.moves)
-        release_sizes(edit, (norm.x,), behind)
+        # A size is no reason to send rows: those of rows that moved are those of the codes.
+        release_sizes(edit, (norm.x, *(made if reader.moves else ())), behind)
+    moved_qdata.release_sizes()
+    for reader in site.readers:
+        leave_to_backward(edit, reader.moves)
     if fold:
         assert site.weights is not None and norm.gain is not None
         for weight in site.weights:
