@@ -52,6 +52,11 @@ ROUTES: dict[str, dict[str, Any]] = {
     "aten": {"disable_cpp_codegen": True},
     "eager": {"mxnorm.inner": "eager"},
 }
+RUN_BY = {
+    "cpp": "by Inductor's C++ code",
+    "aten": "by Inductor's code with ATen calls in the place of C++ kernels",
+    "eager": "without code generation",
+}
 
 
 class Layer(nn.Module):
@@ -216,7 +221,7 @@ def read_text() -> Tensor:
 
 
 def soak(
-    steps: int, seed: int = 0, route: str = "cpp", every: int = 50, layers: int = LAYERS
+    steps: int, seed: int = 0, route: str = "aten", every: int = 50, layers: int = LAYERS
 ) -> Soak:
     """Train for ``steps`` steps and sample after every ``every``-th.
 
@@ -276,13 +281,13 @@ def page(facts: dict[str, Any]) -> str:
     sites = facts["sites_per_graph"]
     return f"""# A long run
 
-{facts["steps"]} training steps on a CPU ({facts["machine"]}), torch {facts["torch"]}, by
+{facts["steps"]:,} training steps on a CPU ({facts["machine"]}), torch {facts["torch"]}, by
 `benchmarks/soak.py --steps {facts["steps"]} --seed {facts["seed"]} --route {facts["route"]}`:
 a decoder of {LAYERS} layers, {WIDTH} wide, in bfloat16, with {sites[0]} norms in front of torchao's
-MXFP8 linears (emulated casts) and a head tied to the embedding, compiled with `backend="mxnorm"`'s
-options and trained by AdamW on English text. Each step draws its length from
-{LEAST}, {LEAST + MULTIPLE}, ... {MOST}, so that {facts["lengths"]} lengths take turns. No GPU was
-used.
+MXFP8 linears (emulated casts) and a head tied to the embedding, rewritten with the estimate, run
+{RUN_BY[facts["route"]]}, and trained by AdamW on English text. Each step draws its
+length from {LEAST}, {LEAST + MULTIPLE}, ... {MOST}, so that {facts["lengths"]} lengths take turns.
+No GPU was used.
 
 | | |
 |---|---|
@@ -301,8 +306,9 @@ the first length, then any length |
 
 Resident memory is what Linux counts for the process; tensors are what Python's collector knows
 after a collection. A bfloat16 activation of the longest batch that leaked in every step would be
-48 MiB over the second half, and tensors by the thousand. All samples are in `docs/data/soak.csv`,
-the figures above in `docs/soak.json`; tests run the same script shortened.
+48 MiB over the second half, and tensors by the thousand. All samples are in
+[soak.csv](data/soak.csv), the figures above in [soak.json](soak.json); tests run the same script
+shortened.
 
 ## What else a training job does
 
@@ -336,7 +342,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--route", choices=tuple(ROUTES), default="cpp", help="how graphs are run")
+    parser.add_argument("--route", choices=tuple(ROUTES), default="aten", help="how graphs are run")
     parser.add_argument("--every", type=int, default=50, help="steps between samples")
     parser.add_argument("--csv", type=Path, help="write the samples to this file")
     parser.add_argument("--results", type=Path, help="write the figures to this file (JSON)")
