@@ -7,8 +7,12 @@ import re
 from torch.fx import GraphModule, Node
 
 _ROOT = re.compile(r"^L\[['\"]\w+['\"]\](\[['\"]?\w+['\"]?\])*")
+# A forward that somebody has wrapped, as found from the wrapper: torchtitan's sharding does it.
+_WRAPPED = re.compile(
+    r"(\.?\bforward)?(\.__closure__\.\d+\.cell_contents|\.__(self|func|wrapped)__)+"
+)
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
-_CONTAINER = re.compile(r"\b(_modules|_orig_mod|_checkpoint_wrapped_module)\b\.?")
+_CONTAINER = re.compile(r"\b(__dict__|_modules|_orig_mod|_checkpoint_wrapped_module)\b\.?")
 
 
 def module_path(node: Node) -> str:
@@ -19,6 +23,7 @@ def module_path(node: Node) -> str:
     path = str(list(stack.values())[-1][0])
     path = _ROOT.sub("", path)
     path = _INDEX.sub(r".\1", path)
+    path = _WRAPPED.sub("", path)
     path = _CONTAINER.sub("", path)
     return re.sub(r"\.+", ".", path).strip(".")
 
