@@ -50,7 +50,7 @@ SITES = 2
 ROUNDS, ITERATIONS = 3, 10
 
 
-def build(kind: str, tiny: bool, device: Any) -> Any:
+def build(kind: str, sizes: dict[str, int], device: Any) -> Any:
     """The layer, its linears replaced; it takes hidden states and rotary embeddings."""
     import torch
     from torch import nn
@@ -62,9 +62,7 @@ def build(kind: str, tiny: bool, device: Any) -> Any:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    config = LlamaConfig(
-        **(TINY if tiny else SIZES), num_hidden_layers=1, vocab_size=256, use_cache=False
-    )
+    config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=256, use_cache=False)
     config._attn_implementation = "sdpa"
 
     class Layer(nn.Module):
@@ -116,11 +114,10 @@ def build(kind: str, tiny: bool, device: Any) -> Any:
     return model
 
 
-def inputs(tiny: bool, device: Any) -> tuple[Any, ...]:
+def inputs(sizes: dict[str, int], tokens: int, device: Any) -> tuple[Any, ...]:
     """Hidden states and Llama 3's rotary embeddings."""
     import torch
 
-    sizes, tokens = (TINY, TINY_TOKENS) if tiny else (SIZES, TOKENS)
     head = sizes["hidden_size"] // sizes["num_attention_heads"]
     x = torch.randn(1, tokens, sizes["hidden_size"], dtype=torch.bfloat16, device=device)
     frequency = 5e5 ** -(torch.arange(0, head, 2, device=device) / head)
@@ -143,7 +140,7 @@ class Runner:
 
         self.kind, self.backend = kind, backend
         self.device = torch.device(args.device)
-        self.model = build(kind, args.tiny, self.device)
+        self.model = build(kind, TINY if args.tiny else SIZES, self.device)
         # By function: names of backends need the package installed.
         chosen = {"inductor": "inductor", "mxnorm": mxnorm, "mxnorm_exact": mxnorm_exact}[backend]
         options = {} if self.device.type == "cuda" else {"disable_cpp_codegen": True}
@@ -244,7 +241,7 @@ def measure_kind(kind: str, args: argparse.Namespace, result: dict[str, Any]) ->
 
     torch.set_grad_enabled(kind == "training")
     device = torch.device(args.device)
-    x = inputs(args.tiny, device)
+    x = inputs(*((TINY, TINY_TOKENS) if args.tiny else (SIZES, TOKENS)), device)
     runners: dict[str, Runner] = {}
     outputs: dict[str, Any] = {}
     for backend in BACKENDS:

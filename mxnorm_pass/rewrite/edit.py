@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
 
 from mxnorm_pass.compat import FakeTensor, FakeTensorMode, is_contiguous_or_false
 from mxnorm_pass.reasons import Decline
@@ -29,6 +30,23 @@ INHERITED = (
 )
 
 
+def recomputed(node: Node) -> bool:
+    """Whether activation checkpointing has the node computed again for the backward."""
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.meta.get("recompute") in again
+
+
+def kept(node: Node) -> bool:
+    """Whether a policy of activation checkpointing asks for the node's value to be saved."""
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+
+
+def not_kept(node: Node) -> None:
+    """Have a node computed again whose tags come from one that a policy has saved."""
+    if kept(node):
+        node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
 class Edit:
     """A set of changes to one graph: :meth:`rollback` takes all back, :meth:`finish` tidies up."""
 
@@ -48,14 +66,35 @@ class Edit:
         after: Node,
         name: str | None = None,
         kwargs: dict[str, Any] | None = None,
+        tags: Node | None = None,
+        step: bool = False,
     ) -> Node:
-        """A new call, with its fake value computed and the other metadata taken from ``like``."""
+        """A new call, with its fake value computed and the other metadata taken from ``like``.
+
+        Args:
+            target: what is called.
+            args: with these,
+            kwargs: and these.
+            like: the node whose metadata it takes.
+            after: the node behind which it stands.
+            name: its name.
+            tags: the node whose :data:`TAGS` it takes, where that is not ``like``.
+            step: it is only on the way to what ``like`` is: where a policy has ``like`` saved,
+                this one is computed again.
+        """
         # Placeholders stay together at the top, as AOTAutograd's partitioner expects.
         spot = self._last_placeholder if after.op == "placeholder" else after
         with self.graph.inserting_after(spot):
             node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         self._undo.append(lambda: self.graph.erase_node(node))
         node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
+        if tags is not None:
+            for key in TAGS:
+                node.meta.pop(key, None)
+                if key in tags.meta:
+                    node.meta[key] = tags.meta[key]
+        if step:
+            not_kept(node)
         self._infer(node)
         return node
 
@@ -146,7 +185,8 @@ class Chain:
 
     def __call__(self, target: Any, *args: Any) -> Node:
         """The next call."""
-        self._last = self._edit.call(target, args, like=self._like, after=self._last)
+        like, after = self._like, self._last
+        self._last = self._edit.call(target, args, like=like, after=after, step=True)
         return self._last
 
 
@@ -160,7 +200,8 @@ def scalar(edit: Edit, value: float, dtype: torch.dtype, *, like: Node, after: N
         "device": like.meta["val"].device,
         "pin_memory": False,
     }
-    return edit.call(torch.ops.aten.full.default, ([], value), like=like, after=after, kwargs=made)
+    full = torch.ops.aten.full.default
+    return edit.call(full, ([], value), like=like, after=after, kwargs=made, step=True)
 
 
 def _fake_mode(graph: Graph) -> FakeTensorMode:

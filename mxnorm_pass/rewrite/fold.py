@@ -24,9 +24,8 @@ def fold_gain(edit: Edit, cast: WeightCast, gain: Node) -> None:
     like = site.anchor
     weight = cast.weight
     wide = _float32(edit, weight, like)
-    product = edit.call(
-        _aten.mul.Tensor, (wide, _float32(edit, gain, like)), like=like, after=site.anchor
-    )
+    args = (wide, _float32(edit, gain, like))
+    product = edit.call(_aten.mul.Tensor, args, like=like, after=site.anchor, step=True)
     # The views between weight and cast may have other readers (the backward): the cast gets its
     # own.
     copies: dict[Node, Node] = {weight: product}
@@ -44,7 +43,7 @@ def fold_gain(edit: Edit, cast: WeightCast, gain: Node) -> None:
 def _float32(edit: Edit, node: Node, like: Node) -> Node:
     if aten.dtype(node) is torch.float32:
         return node
-    return edit.call(aten.CONVERT, (node, torch.float32), like=like, after=like)
+    return edit.call(aten.CONVERT, (node, torch.float32), like=like, after=like, step=True)
 
 
 def _in_order(region: frozenset[Node]) -> list[Node]:

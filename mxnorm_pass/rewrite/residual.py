@@ -12,12 +12,13 @@ from collections.abc import Iterable
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mxnorm_pass.compat import is_contiguous_or_false
 from mxnorm_pass.ops import ADD_OP, OP
 from mxnorm_pass.ops.rmsnorm_mxquant import ROW_DTYPES
 from mxnorm_pass.recognise import aten
-from mxnorm_pass.rewrite.edit import TAGS, Edit
+from mxnorm_pass.rewrite.edit import TAGS, Edit, recomputed
 
 _aten = torch.ops.aten
 
@@ -35,6 +36,13 @@ def residual_sum(op: Node) -> Node | None:
     # and in one region of activation checkpointing under one decision on what to keep.
     if any(x.meta.get(key) != op.meta.get(key) for key in TAGS) or aten.is_backward(x):
         return None
+    # What one region hands to the next is saved at the border: a node of its own can be, an output
+    # of an op that is computed again cannot.
+    region = x.meta.get("ac_graph_id")
+    if recomputed(x) and any(
+        recomputed(user) and user.meta.get("ac_graph_id") != region for user in x.users
+    ):
+        return None
     # What is computed from the sum cannot be an input of the op that forms it: a per-tensor scale
     # of the tensor's own maximum, a gain made of activations.
     others = [n for n in (gain, eps, tensor_scale) if isinstance(n, Node)]
@@ -43,12 +51,17 @@ def residual_sum(op: Node) -> Node | None:
 
 def absorb(edit: Edit, op: Node, total: Node) -> Node:
     """Put an op that forms the sum in the place of ``op``; the caller rolls back if this raises."""
+    apart = [] if recomputed(total) or not _formed_again(total) else _backward_readers(total)
     # Where the sum stood: its other readers may come before the norm.
     new = edit.call(
         ADD_OP, (*total.args, *op.args[1:]), like=op, after=total, name="add_rmsnorm_mxquant"
     )
     again = edit.call(operator.getitem, (new, 3), like=total, after=new, name="sum")
     edit.replace(op, new)
+    if apart:
+        row = edit.call(_aten.add.Tensor, total.args, like=total, after=total, name="sum_again")
+        row.meta["partitioner_tag"] = "is_backward"
+        edit.replace(total, row, apart)
     edit.replace(total, again, [user for user in total.users if user is not op])
     return new
 
@@ -72,6 +85,80 @@ def _is_sum(x: Node) -> bool:
         assert dtype is not None
         dtypes.append(dtype)
     return aten.dtype(x) is torch.promote_types(*dtypes)
+
+
+# How far to look: what decides is near.
+_FAR = 64
+# An orphaned norm with some linears' casts.
+_LONG = 1024
+_REDUCTIONS = (_aten.mean.dim, _aten.sum.dim_IntList, _aten.amax.default)
+
+
+def _formed_again(x: Node) -> bool:
+    """Whether the backward can form the sum from what it has anyway.
+
+    The partitioner then saves its operands alone and adds in the backward, where an op's output
+    would be saved besides. So it is between a norm at the end of a layer's half (Gemma's), whose
+    own backward has the matmul's output, and the next norm.
+    """
+    size = x.meta["val"].numel()
+    stack = list(x.all_input_nodes)
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or _needed(node, x):
+            continue
+        if statically_known_true(value.numel() * 4 <= size):
+            continue
+        if len(seen) > _FAR or not _passes(node):
+            return False
+        fresh = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(fresh)
+        stack.extend(fresh)
+    return True
+
+
+def _backward_readers(x: Node) -> list[Node]:
+    """Readers of the sum that the forward can do without."""
+    return [user for user in x.users if not _forward_reads(user)]
+
+
+def _forward_reads(reader: Node) -> bool:
+    """Whether what a reader makes goes further than to the backward.
+
+    What the rewrite orphaned is still there, and goes nowhere: the old mean and the old cast.
+    """
+    stack, seen = [reader], {reader}
+    while stack:
+        node = stack.pop()
+        if aten.is_backward(node):
+            continue
+        if (not _passes(node) and node.target not in _REDUCTIONS) or len(seen) > _LONG:
+            return True
+        fresh = [user for user in node.users if user not in seen]
+        seen.update(fresh)
+        stack.extend(fresh)
+    return False
+
+
+def _needed(node: Node, x: Node) -> bool:
+    """Whether the backward reads the node, or what follows from it element by element; ways
+    through ``x`` do not count.
+    """
+    queue, seen = [node], {node, x}
+    for current in queue:
+        for user in current.users:
+            if aten.is_backward(user):
+                return True
+            if user not in seen and _passes(user) and len(queue) < _FAR:
+                seen.add(user)
+                queue.append(user)
+    return False
+
+
+def _passes(node: Node) -> bool:
+    return aten.is_pointwise(node) or aten.keeps_order(node) or node.target in aten.PERMUTES
 
 
 def _depend(nodes: Iterable[Node], source: Node) -> bool:

@@ -17,7 +17,17 @@ from mxnorm_pass.recognise import Site, aten
 from mxnorm_pass.recognise.coding import POWERS
 from mxnorm_pass.recognise.norm import NormSpec
 from mxnorm_pass.rewrite.bound import peak_bound
-from mxnorm_pass.rewrite.edit import INHERITED, Chain, Edit, release_sizes, scalar, view
+from mxnorm_pass.rewrite.edit import (
+    INHERITED,
+    Chain,
+    Edit,
+    kept,
+    not_kept,
+    recomputed,
+    release_sizes,
+    scalar,
+    view,
+)
 from mxnorm_pass.rewrite.fold import fold_gain
 from mxnorm_pass.rewrite.moves import Moved, leave_to_backward
 from mxnorm_pass.theory import correction as gaussian_correction
@@ -47,6 +57,7 @@ def rewrite_site(
     norm = site.norm
     root = norm.shifted
     _tag(root, norm.mean)
+    tags = _decides(site)
     rms = config.rms_of(site.path)
     fold = (
         norm.gain is not None
@@ -82,7 +93,9 @@ def rewrite_site(
         else:
             # The scale of every block depends on the largest value of all: one pass ahead.
             block = site.cast.block_size
-            peak = edit.call(ABSMAX_OP, (*normed, *how, block), like=root, after=after)
+            peak = edit.call(
+                ABSMAX_OP, (*normed, *how, block), like=root, after=after, tags=site.maxima[0]
+            )
         for old in site.maxima:
             edit.replace(old, _converted(edit, peak, old))
     op = edit.call(
@@ -91,9 +104,10 @@ def rewrite_site(
         like=root,
         after=after,
         name="rmsnorm_mxquant",
+        tags=tags,
     )
     qdata, scale, rstd = (
-        edit.call(operator.getitem, (op, i), like=root, after=op, name=name)
+        edit.call(operator.getitem, (op, i), like=root, after=op, name=name, tags=tags)
         for i, name in enumerate(("qdata", "scale", "rstd"))
     )
 
@@ -126,9 +140,27 @@ def _tag(root: Node, mean: Node) -> None:
     """Give ``mean + eps`` what the mean says of itself: torch writes that addition anew, without
     any metadata, where it made eps an input of the graph (dynamic shapes).
     """
+    bare = "recompute" not in root.meta
     for key in INHERITED:
         if key in mean.meta:
             root.meta.setdefault(key, mean.meta[key])
+    if bare:
+        not_kept(root)
+
+
+def _decides(site: Site) -> Node:
+    """The node whose tags the op takes: whether activation checkpointing saves what the op returns
+    or computes it again is one decision, since the partitioner makes none on single outputs.
+
+    A policy that saves what the cast stores gets that. Else the op is computed again where either
+    the cast or the norm is: a policy that saves a row's mean or root would otherwise have codes
+    saved, which are a thousand times as large.
+    """
+    codes = [code for reader in site.readers for code in reader.cast.codes]
+    if codes and all(kept(code) for code in codes):
+        return codes[0]
+    again = (node for node in (*codes, site.norm.shifted) if recomputed(node))
+    return next(again, site.norm.shifted)
 
 
 def _converted(edit: Edit, new: Node, old: Node) -> Node:
@@ -184,7 +216,7 @@ def _cut_over(edit: Edit, root: Node, rstd: Node) -> None:
         else:
             plain.append(user)
     if plain:
-        square = edit.call(_aten.mul.Tensor, (rstd, rstd), like=root, after=rstd)
+        square = edit.call(_aten.mul.Tensor, (rstd, rstd), like=root, after=rstd, step=True)
         again = edit.call(_aten.reciprocal.default, (square,), like=root, after=square)
         edit.replace(root, again, plain)
 

@@ -1,0 +1,1 @@
+"""What ``benchmarks/memory.py`` is made of; ``tests/test_checkpoint.py`` uses the same."""
