@@ -1,0 +1,177 @@
+r"""Pre-train small Llamas in MXFP8 with RMSNorm and with MXNorm, from paired seeds.
+
+The Llama of ``examples/titan.py``: torchao's emulated MXFP8 in forward, dgrad and wgrad of every
+linear of a block, bfloat16 weights over float32 masters, AdamW; the text is the source and the
+documents of the Linux kernel (Debian's ``linux-source-6.1``, GPL-2.0), behind a BPE of 16,384 ids.
+Variants: ``rmsnorm`` (torch.compile as it is), ``exact``, ``p1``, ``p2`` (the pass), and norms in
+plain PyTorch for other estimates (``trainlib/norms.py``). A seed decides weights and batches, the
+same in every variant.
+
+    apt-get download linux-source-6.1 && dpkg -x linux-source-6.1*.deb .
+    python benchmarks/train.py corpus usr/src/linux-source-6.1.tar.xz --out corpus.npz
+    python benchmarks/train.py run --size 125m --variants rmsnorm p2 exact p1 --seeds 0 1 2 \
+        --tokens 30e6 --corpus corpus.npz --out out/125m
+    python benchmarks/train.py run --size 15m --variants rmsnorm p2 --seeds 0 \
+        --rates 1e-3 4e-3 16e-3 64e-3 --tokens 8e6 --corpus corpus.npz --out out/15m
+    python benchmarks/train.py show out/125m
+
+Exits with 1 where a run that the pass is to rewrite has no rewritten site.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+sys.path.insert(0, str(Path(__file__).parent))
+# Where the package is not installed, it is the one beside this folder.
+sys.path.append(str(Path(__file__).parents[1]))
+
+
+def whole(text: str) -> int:
+    """A count, also as 30e6."""
+    value = float(text)
+    if value != int(value) or value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number above zero")
+    return int(value)
+
+
+def make_corpus(args: argparse.Namespace) -> int:
+    from trainlib import corpus
+    from trainlib.loop import VOCAB
+
+    made = corpus.build(args.archive, args.bytes, VOCAB)
+    corpus.save(made, args.out)
+    print(json.dumps(made.describe(), indent=1))
+    return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Seed by seed, so that what a short lease leaves is still paired."""
+    import torch
+    from trainlib import corpus, results
+    from trainlib.loop import RATES, SITES_PER_BLOCK, SIZES, Batches, Curve, Plan, Trainer
+
+    if args.device == "cpu":
+        sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+        from cpu_bfloat16 import speed_up_bfloat16
+
+        speed_up_bfloat16()
+    torch.set_float32_matmul_precision("high")
+    begin = time.perf_counter()
+    steps = max(1, round(args.tokens / (args.batch * args.seq)))
+    rates = args.rates or [RATES[args.size]]
+    plan = Plan(
+        args.size,
+        steps,
+        args.batch,
+        args.seq,
+        rates[0],
+        max(1, min(100, steps // 10)),
+        args.device,
+        args.inner,
+    )
+    text = corpus.load(args.corpus)
+    if len(text.tokens) < corpus.VALIDATION + args.batch * args.seq + 1:
+        raise SystemExit(f"{args.corpus}: too few tokens for one batch beside the held-out ones")
+    batches = Batches(text, plan)
+    trainers: dict[str, Trainer] = {}
+    curves: list[Curve] = []
+    longest = 0.0
+    wanted = [(s, r, v) for s in args.seeds for r in rates for v in args.variants]
+    for seed, rate, variant in wanted:
+        if time.perf_counter() - begin + longest > args.budget:
+            print(f"left out, out of time: {variant}, seed {seed}, rate {rate:g}", flush=True)
+            continue
+        started = time.perf_counter()
+        trainer = trainers.get(variant)
+        if trainer is None:
+            torch._dynamo.reset()
+            # Equal blocks share a graph; variants must not.
+            trainer = trainers.setdefault(variant, Trainer(plan, variant))
+        curve = trainer.train(seed, batches, rate)
+        curves.append(curve)
+        took = time.perf_counter() - started
+        longest = max(longest, took)
+        speed = len(curve.loss) * plan.batch * plan.seq / curve.seconds
+        print(
+            f"{variant}, seed {seed}, rate {rate:g}: loss {results.final(curve):.4f}, "
+            f"validation {curve.validation:.4f}, {curve.sites} sites, "
+            f"{speed:,.0f} tokens/s, {took:.0f} s",
+            flush=True,
+        )
+        results.save(args.out, plan, text, curves, machine(args.device))
+    parameters = sum(p.numel() for p in next(iter(trainers.values())).masters)
+    print(f"{parameters:,} parameters, {SIZES[args.size]}; {args.out}")
+    silent = [
+        c.variant
+        for c in curves
+        if c.variant in ("exact", "p1", "p2") and c.sites != SITES_PER_BLOCK
+    ]
+    if silent:
+        print(f"not {SITES_PER_BLOCK} sites per block: {sorted(set(silent))}", file=sys.stderr)
+    return 1 if silent else 0
+
+
+def machine(device: str) -> dict[str, Any]:
+    import torch
+    import torchao
+
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    return {"device": name, "torch": torch.__version__, "torchao": torchao.__version__}
+
+
+def show(args: argparse.Namespace) -> int:
+    from trainlib import results
+
+    for folder in args.folders:
+        print("\n".join(results.table(*results.load(folder))))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    import torch
+    from trainlib.loop import SIZES, VARIANTS
+
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = made.add_subparsers(required=True)
+    one = commands.add_parser("corpus", help="tokenise the archive")
+    one.add_argument("archive", type=Path)
+    one.add_argument("--bytes", type=whole, default=150_000_000, help="of text (default 150e6)")
+    one.add_argument("--out", type=Path, required=True)
+    one.set_defaults(command=make_corpus)
+    two = commands.add_parser("run", help="train every variant from every seed at every rate")
+    two.add_argument("--size", choices=SIZES, required=True)
+    two.add_argument("--variants", nargs="+", choices=VARIANTS, default=["rmsnorm", "p2"])
+    two.add_argument("--seeds", nargs="+", type=int, default=[0])
+    two.add_argument("--rates", nargs="+", type=float, help="peak learning rates")
+    two.add_argument("--tokens", type=whole, default=30_000_000, help="per run (default 30e6)")
+    two.add_argument("--batch", type=whole, default=32, help="sequences a step (default 32)")
+    two.add_argument("--seq", type=whole, default=1024, help="tokens a sequence (default 1024)")
+    two.add_argument("--corpus", type=Path, required=True)
+    two.add_argument("--out", type=Path, required=True, help="folder")
+    two.add_argument("--budget", type=float, default=3e6, help="seconds; no run is begun after")
+    two.add_argument("--inner", choices=("inductor", "eager"), default="inductor")
+    two.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    two.set_defaults(command=run)
+    three = commands.add_parser("show", help="tables of finished runs")
+    three.add_argument("folders", type=Path, nargs="+")
+    three.set_defaults(command=show)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    status: int = args.command(args)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""A corpus of real text as token ids: the sources and documents of the Linux kernel."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import tarfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SUFFIXES = (".c", ".h", ".rst", ".S", ".txt", ".py")
+SEED = 20  # of the order of files
+TOKENIZER_BYTES = 24_000_000
+PART = 1 << 16  # characters that are tokenised at a time
+VALIDATION = 400_000  # tokens at the end that no run trains on
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids in the order of the shuffled files.
+
+    Attributes:
+        tokens: ids, uint16 ``[n]``; the last ``VALIDATION`` are held out.
+        source: name of the archive that they come from.
+        text_bytes: bytes of text.
+        vocab: ids that there are.
+        sha256: of the token ids.
+    """
+
+    tokens: Any
+    source: str
+    text_bytes: int
+    vocab: int
+    sha256: str
+
+    def describe(self) -> dict[str, Any]:
+        """Everything but the tokens, and how many they are."""
+        return {
+            "source": self.source,
+            "text_bytes": self.text_bytes,
+            "tokens": len(self.tokens),
+            "vocab": self.vocab,
+            "sha256": self.sha256,
+        }
+
+
+def texts(archive: Path, limit: int) -> Iterator[str]:
+    """Files of the archive in a random order that the seed fixes, up to ``limit`` bytes."""
+    with tarfile.open(archive) as tar:
+        found = {
+            member.name: file.read()
+            for member in tar
+            if member.isfile()
+            and member.name.endswith(SUFFIXES)
+            and (file := tar.extractfile(member)) is not None
+        }
+    names = sorted(found)
+    random.Random(SEED).shuffle(names)
+    total = 0
+    for name in names:
+        if total >= limit:
+            return
+        total += len(found[name])
+        yield found[name].decode("utf-8", "replace") + "\n"
+
+
+def build(archive: Path, limit: int, vocab: int) -> Corpus:
+    """Tokenise by a byte-level BPE that is trained on the beginning of the same text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    text = "".join(texts(archive, limit))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    parts = [text[i : i + PART] for i in range(0, len(text), PART)]
+    tokenizer.train_from_iterator(parts[: TOKENIZER_BYTES // PART], trainer)
+    encoded = tokenizer.encode_batch_fast(parts)
+    tokens = np.concatenate([np.asarray(e.ids, dtype=np.uint16) for e in encoded])
+    digest = hashlib.sha256(tokens.tobytes()).hexdigest()
+    return Corpus(tokens, archive.name, len(text.encode()), vocab, digest)
+
+
+def save(corpus: Corpus, path: Path) -> None:
+    """As a compressed ``.npz``."""
+    about = {k: v for k, v in asdict(corpus).items() if k != "tokens"}
+    np.savez_compressed(path, tokens=corpus.tokens, about=np.array(json.dumps(about)))
+
+
+def load(path: Path) -> Corpus:
+    """What :func:`save` wrote.
+
+    Raises:
+        ValueError: where the ids are not those that were written.
+    """
+    with np.load(path) as found:
+        tokens, about = found["tokens"], json.loads(str(found["about"]))
+    if hashlib.sha256(tokens.tobytes()).hexdigest() != about["sha256"]:
+        raise ValueError(f"{path}: the token ids are damaged (their sha256 differs)")
+    return Corpus(tokens, **about)

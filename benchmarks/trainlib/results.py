@@ -1,0 +1,182 @@
+"""Curves on disk, and what is read off them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from scipy import stats
+
+from trainlib.corpus import Corpus
+from trainlib.loop import VARIANTS, Curve, Plan
+
+TAIL = 0.05  # of a run: the steps that a final loss is the mean of
+SPIKE = 6.0  # median absolute deviations above the median of the steps before
+WINDOW = 50
+
+
+def write_curves(path: Path, curves: Iterable[Curve]) -> None:
+    """One line a step, six digits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["variant", "seed", "rate", "step", "loss", "grad_norm"])
+        for c in curves:
+            for step, (loss, norm) in enumerate(zip(c.loss, c.grad_norm, strict=True)):
+                writer.writerow(
+                    [c.variant, c.seed, f"{c.rate:g}", step, f"{loss:.6g}", f"{norm:.6g}"]
+                )
+
+
+def read_curves(path: Path) -> list[Curve]:
+    """What :func:`write_curves` wrote."""
+    found: dict[tuple[str, int, float], Curve] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            key = row["variant"], int(row["seed"]), float(row["rate"])
+            curve = found.setdefault(key, Curve(*key))
+            curve.loss.append(float(row["loss"]))
+            curve.grad_norm.append(float(row["grad_norm"]))
+    return list(found.values())
+
+
+def final(curve: Curve) -> float:
+    """Mean loss of the last twentieth; NaN where the run diverged."""
+    tail = curve.loss[-max(1, round(len(curve.loss) * TAIL)) :]
+    return statistics.fmean(tail)
+
+
+def spikes(curve: Curve) -> int:
+    """Steps whose loss stands out of the ``WINDOW`` before them; a run of them counts once."""
+    count, inside = 0, False
+    for i in range(WINDOW, len(curve.loss)):
+        before = curve.loss[i - WINDOW : i]
+        median = statistics.median(before)
+        spread = statistics.median(abs(v - median) for v in before)
+        out = not curve.loss[i] <= median + SPIKE * max(spread, 1e-6)
+        count += out and not inside
+        inside = out
+    return count
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of paired differences with its 95% interval (Student's t)."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def half_width(self) -> float:
+        n = len(self.values)
+        if n < 2:
+            return math.inf
+        return float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(self.values) / math.sqrt(n)
+
+    def __str__(self) -> str:
+        if len(self.values) < 2:
+            return f"{self.mean:+.4f} (one pair)"
+        return f"{self.mean:+.4f} +- {self.half_width:.4f}, {self.verdict}"
+
+    @property
+    def verdict(self) -> str:
+        if not self.half_width <= 0.01:
+            return "undecided"
+        return "no difference seen" if abs(self.mean) <= self.half_width else "differs"
+
+
+def paired(curves: Sequence[Curve], variant: str, against: str = "rmsnorm") -> Difference:
+    """Final losses of ``variant`` minus those of ``against``, of equal seeds and rates."""
+    finals = {(c.variant, c.seed, c.rate): final(c) for c in curves}
+    return Difference(
+        tuple(
+            value - finals[against, seed, rate]
+            for (name, seed, rate), value in sorted(finals.items())
+            if name == variant and (against, seed, rate) in finals
+        )
+    )
+
+
+def save(
+    folder: Path, plan: Plan, text: Corpus, curves: Sequence[Curve], machine: dict[str, Any]
+) -> None:
+    """``curves.csv``, ``norms.csv`` and ``runs.json``."""
+    write_curves(folder / "curves.csv", curves)
+    with (folder / "norms.csv").open("w", newline="") as file:
+        rows = [{"variant": c.variant, "seed": c.seed, **n} for c in curves for n in c.norms]
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
+    runs = [
+        {
+            "variant": c.variant,
+            "seed": c.seed,
+            "rate": c.rate,
+            "validation": c.validation,
+            "sites": c.sites,
+            "seconds": round(c.seconds, 2),
+        }
+        for c in curves
+    ]
+    about = {"machine": machine, "plan": asdict(plan), "corpus": text.describe(), "runs": runs}
+    (folder / "runs.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def load(folder: Path) -> tuple[dict[str, Any], list[Curve]]:
+    """What :func:`save` wrote: about the runs, and their curves."""
+    about = json.loads((folder / "runs.json").read_text())
+    curves = read_curves(folder / "curves.csv")
+    known = {(r["variant"], r["seed"], r["rate"]): r for r in about["runs"]}
+    for curve in curves:
+        run = known[curve.variant, curve.seed, curve.rate]
+        curve.validation, curve.sites = run["validation"], run["sites"]
+        curve.seconds = run["seconds"]
+    with (folder / "norms.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            for curve in curves:
+                if (curve.variant, str(curve.seed)) == (row["variant"], row["seed"]):
+                    curve.norms.append(row)
+                    break
+    return about, curves
+
+
+def table(about: dict[str, Any], curves: Sequence[Curve]) -> list[str]:
+    """A Markdown table: per variant and rate the losses, and their paired difference."""
+    plan = about["plan"]
+    tokens = plan["steps"] * plan["batch"] * plan["seq"]
+    lines = [
+        f"{plan['size']}, {tokens / 1e6:.1f}M tokens a run, {about['machine']['device']}",
+        "",
+        "| variant | rate | seeds | final loss | validation | minus RMSNorm (95%) | spikes "
+        "| gradient norm | tokens/s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for variant in VARIANTS:
+        for rate in sorted({c.rate for c in curves}):
+            some = [c for c in curves if (c.variant, c.rate) == (variant, rate)]
+            if not some:
+                continue
+            finals = [final(c) for c in some]
+            spread = f" +- {statistics.stdev(finals):.4f}" if len(finals) > 1 else ""
+            gap = paired([c for c in curves if c.rate == rate], variant)
+            said = "" if variant == "rmsnorm" or not gap.values else str(gap)
+            speed = statistics.median(
+                len(c.loss) * plan["batch"] * plan["seq"] / c.seconds for c in some
+            )
+            norm = statistics.median(v for c in some for v in c.grad_norm[len(c.grad_norm) // 2 :])
+            held = statistics.fmean(c.validation for c in some)
+            lines.append(
+                f"| {variant} | {rate:g} | {len(some)} | {statistics.fmean(finals):.4f}{spread} "
+                f"| {held:.4f} | {said} | {sum(map(spikes, some))} | {norm:.3f} | {speed:,.0f} |"
+            )
+    return lines

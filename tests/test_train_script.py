@@ -1,0 +1,126 @@
+"""``benchmarks/train.py``: what a run leaves, and the statistics that are read off it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import train
+from trainlib import corpus, norms, results
+from trainlib.loop import Curve
+
+from mxnorm_pass import reference
+
+
+def test_an_estimated_norm_is_the_reference() -> None:
+    """Value and gradient of p = 2 with the Gaussian constant."""
+    x = torch.randn(7, 96, dtype=torch.float64).float().requires_grad_()
+    norm = nn.RMSNorm(96, eps=1e-5)
+    nn.init.normal_(norm.weight, 1.0, 0.3)
+    got = norms.EstimatedNorm(norm, 2, "gaussian")(x)
+    rho = reference.rstd(x.detach(), 1e-5, "p2")
+    torch.testing.assert_close(got, x * rho * norm.weight, rtol=2e-6, atol=1e-6)
+    dy = torch.randn_like(got)
+    (dx,) = torch.autograd.grad(got, x, dy)
+    u = dy * norm.weight
+    expected = rho * u - x * rho**3 * (x * u).mean(-1, keepdim=True)
+    torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_constants_that_follow_the_rows() -> None:
+    """Rows of equal elements have a ratio of 1, which a Gaussian constant does not."""
+    x = torch.ones(4, 64)
+    for constant in ("calibrated", "running", "learnt"):
+        norm = norms.EstimatedNorm(nn.RMSNorm(64, eps=0.0), 2, constant)
+        y = norm(x)
+        if constant == "learnt":
+            y.sum().backward()
+            # A larger constant makes a smaller output: all 256 elements fall by their value.
+            assert norm.log_c.grad is not None
+            assert float(norm.log_c.grad) == pytest.approx(-float(y.detach().sum()), rel=1e-5)
+            continue
+        assert float(norm.log_c) == pytest.approx(0, abs=1e-6)
+        norm(2 * x + torch.tensor([0.0, 1.0]).repeat(32))
+        moved = abs(float(norm.log_c))
+        assert moved == 0 if constant == "calibrated" else 0 < moved < 0.01
+
+
+def curve(variant: str, seed: int, losses: list[float]) -> Curve:
+    return Curve(variant, seed, 1e-3, losses, [1.0] * len(losses))
+
+
+def test_paired_difference() -> None:
+    """Against an interval computed by hand: differences .01, .02, .03; t(2) is 4.303."""
+    curves = [curve("rmsnorm", s, [3.0 + s]) for s in range(3)]
+    curves += [curve("p2", s, [3.0 + s + 0.01 * (s + 1)]) for s in range(3)]
+    gap = results.paired(curves, "p2")
+    assert gap.values == pytest.approx((0.01, 0.02, 0.03))
+    assert gap.half_width == pytest.approx(4.3027 * 0.01 / math.sqrt(3), rel=1e-4)
+    assert gap.verdict == "undecided"
+    assert results.Difference((0.0101, 0.0102, 0.0103)).verdict == "differs"
+    assert results.Difference((0.001, -0.001, 0.0)).verdict == "no difference seen"
+    assert results.Difference((0.5,)).verdict == "undecided"
+
+
+def test_spikes_are_counted_once_each() -> None:
+    losses = [3.0 + 0.01 * (i % 5) for i in range(200)]
+    losses[120:123] = [9.0] * 3
+    losses[170] = math.nan
+    assert results.spikes(curve("p2", 0, losses)) == 2
+
+
+def markov(path: Path) -> corpus.Corpus:
+    """Ids that follow each other by chance, so that there is something to learn."""
+    steps = np.random.default_rng(0).integers(0, 7, size=corpus.VALIDATION + 30_000)
+    tokens = (np.cumsum(steps) % 300).astype(np.uint16)
+    made = corpus.Corpus(
+        tokens, "test", len(tokens), 300, hashlib.sha256(tokens.tobytes()).hexdigest()
+    )
+    corpus.save(made, path)
+    return made
+
+
+def test_a_corpus_comes_back_or_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.npz"
+    made = markov(path)
+    assert np.array_equal(corpus.load(path).tokens, made.tokens)
+    made.tokens[3] ^= 1
+    corpus.save(made, path)
+    with pytest.raises(ValueError, match="damaged"):
+        corpus.load(path)
+
+
+@pytest.mark.slow
+def test_paired_runs(tmp_path: Path) -> None:
+    """Exact is RMSNorm bit for bit, the estimate near it, and all learn from the same start."""
+    markov(tmp_path / "corpus.npz")
+    out = tmp_path / "out"
+    argv = ["run", "--size", "tiny", "--inner", "eager", "--device", "cpu"]
+    argv += ["--corpus", str(tmp_path / "corpus.npz"), "--out", str(out), "--rates", "1e-2"]
+    argv += ["--variants", "rmsnorm", "exact", "p2", "--seeds", "0", "1"]
+    assert train.main([*argv, "--tokens", "1024", "--batch", "2", "--seq", "32"]) == 0
+    about, curves = results.load(out)
+    assert about["corpus"]["tokens"] == corpus.VALIDATION + 30_000
+    found = {(c.variant, c.seed): c for c in curves}
+    assert {c.sites for c in curves if c.variant != "rmsnorm"} == {2}
+    for seed in (0, 1):
+        plain, exact, p2 = (found[v, seed].loss for v in ("rmsnorm", "exact", "p2"))
+        assert exact == plain
+        assert p2 != plain and p2 == pytest.approx(plain, rel=0.02)
+        assert plain[-1] < plain[0] - 0.4
+    assert found["rmsnorm", 0].loss[0] != found["rmsnorm", 1].loss[0]
+    text = "\n".join(results.table(about, curves))
+    assert "| exact | 0.01 | 2 |" in text and "+0.0000 +- 0.0000, no difference seen" in text
+    rows = json.loads((out / "runs.json").read_text())["runs"]
+    assert len(rows) == 6 and len(found["p2", 0].norms) == 4
