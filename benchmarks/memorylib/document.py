@@ -65,8 +65,8 @@ _TAIL = """
 
 ## Where a policy costs something
 
-- **Open**: a layer of transformers' Llama, checkpointed in full, of which only some linears behind
-  a norm are MX (the others read `y` in bfloat16) saves one row more than unrewritten.
+- **Open**: behind a fully checkpointed layer of transformers' Llama the partitioner saves the
+  normalised row of the final norm, outside the regions and not rewritten, once per model.
 - A policy that saves the float8 codes of casts keeps scales and root with them (1/32 of the
   codes, and 4 bytes per row): the op's outputs are saved or computed again as one.
 - A policy that saves block maxima (`aten.amax.default`) keeps those of `W * g` in float32 where
