@@ -23,6 +23,7 @@ from mxnorm_pass.formats import Cast
 from mxnorm_pass.ops import kernels
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import Declined, Found, Site, aten, find_sites, opaque
+from mxnorm_pass.recognise.copies import read_originals
 from mxnorm_pass.recognise.halves import tag_backward
 from mxnorm_pass.report import GraphReport, Report, RewriteError, SiteReport
 from mxnorm_pass.report.dump import Dump
@@ -97,6 +98,7 @@ class MXNormPass(CustomGraphPass):
         dump = Dump(self.config.dump_dir, graph)
         try:
             tag_backward(graph)
+            read_originals(graph)
             # The hook runs under FakeTensorMode; probes are real numbers.
             with unset_fake_temporarily(), torch.no_grad():
                 found = find_sites(graph, self.config)

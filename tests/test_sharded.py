@@ -301,6 +301,21 @@ def test_training_sends_codes_forward_and_backward(
     assert saved - saved_now == (rows_gathered if element == "e4m3" else codes[GATHER])
 
 
+def test_rows_that_arrive_by_a_copy(group: Any) -> None:
+    """What waits for an asynchronous collective fills an empty tensor with it."""
+
+    def join(y: Tensor) -> Tensor:
+        arrived = along(1, group)(y)
+        return torch.empty_like(arrived).copy_(arrived)
+
+    module = traced(join, (2, 32))
+    assert len(calls(module.graph, torch.ops.aten.copy.default)) == 1
+    got = rewrite(module)
+    assert [s.status for s in got.sites] == ["rewritten"], got.report
+    assert not calls(got.after, torch.ops.aten.copy.default)
+    assert_same_on_all_ranks(got, (2, 32), 1)
+
+
 def reordered(group: Any) -> Join:
     def join(y: Tensor) -> Tensor:
         first, second = along(0, group)(y).chunk(2)
