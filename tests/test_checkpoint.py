@@ -309,23 +309,16 @@ def transformers_traced() -> Traced:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "none",
-        pytest.param(
-            "full",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="the final norm, outside the regions, has its normalised row saved",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("policy", ["none", "full"])
 def test_gradient_checkpointing_of_transformers(policy: str) -> None:
-    """With a batch of any size; attention's random state is no matter of ours."""
+    """With a batch of any size; attention's random state is no matter of ours.
+
+    Without torch's rule to save what ends a chain of a hundred fusible nodes: where that falls is
+    chance, here on the final norm, which lies outside the regions and is not rewritten.
+    """
     model = transformers_traced()
-    off, on = (halves(model, ALL[policy], c) for c in (None, CONFIGS["exact"]))
+    with torch._functorch.config.patch(ban_recompute_long_fusible_chains=False):
+        off, on = (halves(model, ALL[policy], c) for c in (None, CONFIGS["exact"]))
     saved = (on.saved_bytes, off.saved_bytes)
     assert saved[0] <= saved[1]
     kept = check(on, [*off.run().outputs, *model.gradients], 2)

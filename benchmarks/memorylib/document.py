@@ -65,8 +65,11 @@ _TAIL = """
 
 ## Where a policy costs something
 
-- **Open**: behind a fully checkpointed layer of transformers' Llama the partitioner saves the
-  normalised row of the final norm, outside the regions and not rewritten, once per model.
+- torch's partitioner saves a node where a chain of fusible ones has become longer than 100
+  (`torch._functorch.config.ban_recompute_long_fusible_chains`), wherever that falls. Behind a fully
+  checkpointed layer of transformers' Llama with a dynamic batch it falls on the final norm's
+  normalised row with the pass, and on nothing without: one bfloat16 row per token more, once per
+  model. With the rule off both save the same.
 - A policy that saves the float8 codes of casts keeps scales and root with them (1/32 of the
   codes, and 4 bytes per row): the op's outputs are saved or computed again as one.
 - A policy that saves block maxima (`aten.amax.default`) keeps those of `W * g` in float32 where
