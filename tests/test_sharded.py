@@ -478,7 +478,7 @@ def test_with_fsdp_and_checkpointing_on_two_by_two_ranks() -> None:
         titan.loss_of(model, torch.zeros(2, 65, dtype=torch.int64)).backward()
     finally:
         dist.destroy_process_group()
-    assert seen(backend) == EXPECTED, backend.report
+    assert sorted(set(seen(backend))) == EXPECTED, backend.report
     assert {s.spec["gain_at"] for s in backend.report.sites} == {"fold"}
 
 

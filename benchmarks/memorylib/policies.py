@@ -129,7 +129,8 @@ def answer(graph: Graph, make: Callable[[], Policy] | None) -> None:
             node.meta.pop(KEY, None)
             node.meta.pop("ac_graph_id", None)
         elif isinstance(question := node.meta.get(KEY), Question):
-            region = node.meta["ac_graph_id"]
+            # Not every torch keeps it on the nodes of an autograd.Function.
+            region = node.meta.get("ac_graph_id", 0)
             if region not in policies:
                 policies[region] = (make(), {})
             policy, answers = policies[region]
