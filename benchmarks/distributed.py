@@ -252,12 +252,15 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=BATCH, help="rows a step, of all ranks")
     parser.add_argument("--seq", type=int, default=SEQ)
     parser.add_argument("--steps", type=int, default=10 if CUDA else 4)
-    parser.add_argument("--ac", choices=sorted(titan.AC), default="none")
+    # Full checkpointing of a compiled block fails under tensor parallel in torch 2.13 itself.
+    parser.add_argument("--ac", choices=("none", "selective"), default="none")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2, help="processes, where torchrun made none")
     parser.add_argument("--out", type=Path, default=ROOT / "build/distributed.json")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: expected at least one")
     args.sizes = titan.Sizes(**{f.name: getattr(args, f.name) for f in dataclasses.fields(SIZES)})
     rank = 0
     if dist.is_torchelastic_launched():

@@ -11,6 +11,7 @@ torchtitan 0.3's Llama 3, in some lines of plain PyTorch, so that it runs anywhe
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -250,7 +251,11 @@ def parallelise(
     ac: str = "selective",
     backend: str | Callable[..., Any] | None = "mxnorm",
 ) -> Llama:
-    """In torchtitan's order: tensor parallel, checkpointing, compile per block, FSDP2."""
+    """In torchtitan's order: tensor parallel, checkpointing, compile per block, FSDP2.
+
+    With ``tp`` goes a ``dp``, if of one rank: without FSDP2 the backward of torch 2.13's compiled
+    DTensors fails. So it does with ``tp`` and ``ac="full"``.
+    """
     if tp is not None:
         apply_tp(model, tp)
     apply_ac(model, ac)
@@ -281,6 +286,13 @@ def main() -> None:
     parser.add_argument("--ac", choices=sorted(AC), default="selective")
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.tp < 1 or ranks % args.tp:
+        parser.error(f"--tp {args.tp}: expected a divisor of the number of ranks, {ranks}")
+    if args.tp > 1 and args.ac == "full":
+        parser.error("--tp with --ac full fails in torch 2.13 itself: selective or none")
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: expected at least one")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if not dist.is_torchelastic_launched():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

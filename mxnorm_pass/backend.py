@@ -112,8 +112,15 @@ def _compile(
     from torch._inductor.compile_fx import compile_fx
 
     if config.inner == "eager":
-        # No code is generated, so there is nothing to cache or to replay.
-        patches = {**patches, "fx_graph_cache": False, "triton.cudagraphs": False}
+        # No code is generated, so there is nothing to cache or to replay. Inductor's own random
+        # numbers run eagerly without their seed: a dropout that activation checkpointing runs
+        # again would draw another mask in the backward.
+        patches = {
+            **patches,
+            "fx_graph_cache": False,
+            "triton.cudagraphs": False,
+            "fallback_random": True,
+        }
         with torch._functorch.config.patch(enable_autograd_cache=False):
             compiled = compile_fx(
                 gm,

@@ -37,7 +37,7 @@ REASONS: dict[str, tuple[str, str]] = {
     "collective_between": (
         "a collective stands between norm and cast, and codes cannot be sent in the place of rows",
         "read the gathered rows by MX casts alone; in training give each rank whole blocks of 32 "
-        "tokens",
+        "tokens of every sequence",
     ),
     "sharded_row": (
         "the row itself is sharded: its mean of squares is added up over ranks",

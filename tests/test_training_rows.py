@@ -26,6 +26,7 @@ from test_special_rows import with_row
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils.checkpoint import checkpoint
 
 from mxnorm_pass import MXNormConfig, backend
 
@@ -395,3 +396,20 @@ def test_soak_shortened() -> None:
     result.samples[-1].tensors += 1
     result.samples[-1].resident_mib += 100
     assert len(result.problems()) == 3
+
+
+@pytest.mark.parametrize("inner", ("eager", "inductor"))
+def test_a_checkpointed_dropout_draws_the_same_mask_again(inner: str) -> None:
+    """In the backward as in the forward, on either route."""
+
+    def region(x: Tensor, w: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x, 0.5) * w
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return checkpoint(region, x, w, use_reentrant=False)
+
+    w = torch.ones(64, 64, requires_grad=True)
+    y = torch.compile(fn, backend=backend(inner=inner))(torch.ones(64, 64), w)
+    y.sum().backward()
+    assert 0.4 < float((y == 0).float().mean()) < 0.6
+    assert w.grad is not None and torch.equal(w.grad, y)
