@@ -260,14 +260,20 @@ def inside(curves: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def judge(curves: dict[str, list[float]], about: dict[str, Any]) -> list[str]:
-    """What is wrong; empty where nothing is."""
+def wrong_sites(about: dict[str, Any]) -> list[str]:
+    """Ranks where not all sites were rewritten, or some in the unrewritten runs."""
     problems = []
     for rank, sites in enumerate(about["sites"]):
         for kind, wanted in zip(KINDS, (0, SITES), strict=True):
             got = sites[kind]
             if (got["sites"], got["rewritten"]) != (SITES, wanted):
                 problems.append(f"rank {rank}, {kind}: {got}, not {wanted} of {SITES} rewritten")
+    return problems
+
+
+def judge(curves: dict[str, list[float]], about: dict[str, Any]) -> list[str]:
+    """What is wrong; empty where nothing is."""
+    problems = wrong_sites(about)
     for name, curve in curves.items():
         if not smooth(curve)[-1] <= LEARNT * curve[0]:
             problems.append(f"{name}: from {curve[0]:.3f} to {smooth(curve)[-1]:.3f}: not learnt")
