@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 from torch.fx import Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from mxnorm_pass.compat import node_tags
 from mxnorm_pass.recognise import emulate
@@ -239,3 +240,9 @@ def reduces_last_axis(node: Node) -> bool:
 def is_backward(node: Node) -> bool:
     """In the backward half of a joint graph."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def is_recomputed(node: Node) -> bool:
+    """Whether activation checkpointing has the node computed again for the backward."""
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.meta.get("recompute") in again

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import SymInt
 from torch.fx import Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten
@@ -35,11 +34,7 @@ _SENDS = frozenset({"all_gather_into_tensor", "all_to_all_single", "wait_tensor"
 
 def sends_rows(node: Node) -> bool:
     """A collective, or the wait for one, that takes rows to other ranks and changes none."""
-    return (
-        aten.is_collective(node)
-        and str(node.target).split(".")[1] in _SENDS
-        and len(aten.shape(node)) > 1
-    )
+    return _is(node, *_SENDS) and len(aten.shape(node)) > 1
 
 
 def first_sent(path: tuple[Node, ...]) -> Node | None:
@@ -54,10 +49,9 @@ def sent_again(path: tuple[Node, ...]) -> bool:
     sent = first_sent(path)
     if sent is None or aten.is_backward(sent):
         return False
-    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     # A piece of a split has no tags of its own.
     behind = (node for node in path[path.index(sent) :] if not aten.is_getitem(node))
-    return all(node.meta.get("recompute") in again for node in behind)
+    return all(map(aten.is_recomputed, behind))
 
 
 @dataclass(frozen=True)
@@ -110,8 +104,8 @@ def gather_of(path: tuple[Node, ...]) -> Gather | None:
     return Gather(sent, ranks, group, prod(lead[:axis]), prod(lead[axis:]))
 
 
-def _is(node: Node, name: str) -> bool:
-    return aten.is_collective(node) and str(node.target).split(".")[1] == name
+def _is(node: Node, *names: str) -> bool:
+    return aten.is_collective(node) and str(node.target).split(".")[1] in names
 
 
 def _joined_by_rank(wait: Node, rest: list[Node], ranks: int, each: int | SymInt) -> int | None:

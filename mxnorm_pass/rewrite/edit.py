@@ -30,12 +30,6 @@ INHERITED = (
 )
 
 
-def recomputed(node: Node) -> bool:
-    """Whether activation checkpointing has the node computed again for the backward."""
-    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return node.meta.get("recompute") in again
-
-
 def kept(node: Node) -> bool:
     """Whether a policy of activation checkpointing asks for the node's value to be saved."""
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE

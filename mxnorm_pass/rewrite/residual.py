@@ -18,7 +18,7 @@ from mxnorm_pass.compat import is_contiguous_or_false
 from mxnorm_pass.ops import ADD_OP, OP
 from mxnorm_pass.ops.rmsnorm_mxquant import ROW_DTYPES
 from mxnorm_pass.recognise import aten
-from mxnorm_pass.rewrite.edit import TAGS, Edit, recomputed
+from mxnorm_pass.rewrite.edit import TAGS, Edit
 
 _aten = torch.ops.aten
 
@@ -39,8 +39,8 @@ def residual_sum(op: Node) -> Node | None:
     # What one region hands to the next is saved at the border: a node of its own can be, an output
     # of an op that is computed again cannot.
     region = x.meta.get("ac_graph_id")
-    if recomputed(x) and any(
-        recomputed(user) and user.meta.get("ac_graph_id") != region for user in x.users
+    if aten.is_recomputed(x) and any(
+        aten.is_recomputed(user) and user.meta.get("ac_graph_id") != region for user in x.users
     ):
         return None
     # What is computed from the sum cannot be an input of the op that forms it: a per-tensor scale
@@ -51,7 +51,9 @@ def residual_sum(op: Node) -> Node | None:
 
 def absorb(edit: Edit, op: Node, total: Node) -> Node:
     """Put an op that forms the sum in the place of ``op``; the caller rolls back if this raises."""
-    apart = [] if recomputed(total) or not _formed_again(total) else _backward_readers(total)
+    apart = (
+        [] if aten.is_recomputed(total) or not _formed_again(total) else _backward_readers(total)
+    )
     # Where the sum stood: its other readers may come before the norm.
     new = edit.call(
         ADD_OP, (*total.args, *op.args[1:]), like=op, after=total, name="add_rmsnorm_mxquant"

@@ -23,7 +23,6 @@ from mxnorm_pass.rewrite.edit import (
     Edit,
     kept,
     not_kept,
-    recomputed,
     release_sizes,
     scalar,
     view,
@@ -159,7 +158,7 @@ def _decides(site: Site) -> Node:
     codes = [code for reader in site.readers for code in reader.cast.codes]
     if codes and all(kept(code) for code in codes):
         return codes[0]
-    again = (node for node in (*codes, site.norm.shifted) if recomputed(node))
+    again = (node for node in (*codes, site.norm.shifted) if aten.is_recomputed(node))
     return next(again, site.norm.shifted)
 
 
