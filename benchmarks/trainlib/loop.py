@@ -226,9 +226,8 @@ class Trainer:
         curve.loss = torch.stack(losses).tolist()
         curve.grad_norm = torch.stack(norms).tolist()
         curve.seconds = time.perf_counter() - begin
-        self.model.eval()
-        with torch.no_grad():
-            found = [self.loss(tokens).item() for tokens in batches.validation()]
+        # Still in training mode and with gradients: another mode is another graph to compile.
+        found = [self.loss(tokens).item() for tokens in batches.validation()]
         curve.validation = sum(found) / len(found) if found else math.nan
         curve.sites = self.report()
         curve.norms = self._norms(next(batches.training(seed)))
