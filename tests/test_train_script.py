@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import train
 from trainlib import corpus, norms, results
-from trainlib.loop import Curve
+from trainlib.loop import Curve, Plan
 
 from mxnorm_pass import reference
 
@@ -99,6 +99,18 @@ def test_a_corpus_comes_back_or_is_refused(tmp_path: Path) -> None:
     corpus.save(made, path)
     with pytest.raises(ValueError, match="damaged"):
         corpus.load(path)
+
+
+def test_norms_of_two_rates_stay_apart(tmp_path: Path) -> None:
+    curves = [curve("p2", 0, [3.0]), curve("p2", 0, [2.0])]
+    curves[1].rate = 1e-2 / 3
+    for c, peak in zip(curves, (5.0, 7.0), strict=True):
+        c.norms = [{"norm": "0.ffn_norm", "peak": peak}]
+    made = corpus.Corpus(np.zeros(5, np.uint16), "test", 5, 300, "")
+    results.save(tmp_path, Plan("tiny", 1, 2, 32, 1e-3, 1, "cpu"), made, curves, {"device": "CPU"})
+    _, found = results.load(tmp_path)
+    peaks = {c.rate: [n["peak"] for n in c.norms] for c in found}
+    assert peaks == {1e-3: ["5"], 0.00333333: ["7"]}
 
 
 @pytest.mark.slow

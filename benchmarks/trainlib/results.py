@@ -112,7 +112,11 @@ def save(
     """``curves.csv``, ``norms.csv`` and ``runs.json``."""
     write_curves(folder / "curves.csv", curves)
     with (folder / "norms.csv").open("w", newline="") as file:
-        rows = [{"variant": c.variant, "seed": c.seed, **n} for c in curves for n in c.norms]
+        rows = [
+            {"variant": c.variant, "seed": c.seed, "rate": f"{c.rate:g}", **n}
+            for c in curves
+            for n in c.norms
+        ]
         writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
         writer.writeheader()
         for row in rows:
@@ -136,17 +140,16 @@ def load(folder: Path) -> tuple[dict[str, Any], list[Curve]]:
     """What :func:`save` wrote: about the runs, and their curves."""
     about = json.loads((folder / "runs.json").read_text())
     curves = read_curves(folder / "curves.csv")
-    known = {(r["variant"], r["seed"], r["rate"]): r for r in about["runs"]}
+    # Rates as the curves have them: six digits.
+    known = {(r["variant"], r["seed"], float(f"{r['rate']:g}")): r for r in about["runs"]}
     for curve in curves:
         run = known[curve.variant, curve.seed, curve.rate]
         curve.validation, curve.sites = run["validation"], run["sites"]
         curve.seconds = run["seconds"]
+    runs = {(c.variant, c.seed, c.rate): c for c in curves}
     with (folder / "norms.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            for curve in curves:
-                if (curve.variant, str(curve.seed)) == (row["variant"], row["seed"]):
-                    curve.norms.append(row)
-                    break
+            runs[row["variant"], int(row["seed"]), float(row["rate"])].norms.append(row)
     return about, curves
 
 
