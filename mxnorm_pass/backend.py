@@ -13,8 +13,9 @@ import torch
 from torch.fx import GraphModule
 
 from mxnorm_pass import compat
-from mxnorm_pass.config import MXNormConfig, matches
-from mxnorm_pass.graph_pass import MXNormPass, switched_off
+from mxnorm_pass.choices import Remarks
+from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.graph_pass import MXNormPass
 from mxnorm_pass.inner import compile_inner, run_eagerly
 from mxnorm_pass.recognise.paths import places
 from mxnorm_pass.report import GraphReport, Report, RewriteError, dump, generated, store
@@ -38,6 +39,7 @@ class MXNormBackend:
     def __init__(self, config: MXNormConfig | None = None, name: str = "mxnorm") -> None:
         self.config = config or MXNormConfig()
         self.report = Report()
+        self._remarks = Remarks(self.report)
         self.__name__ = name
 
     def __call__(
@@ -78,7 +80,7 @@ class MXNormBackend:
             graphs = graphs or _retrace(spare, example_inputs, patches)
             for graph in graphs:
                 graph.from_cache = True
-        self.report.graphs.extend(graphs)
+        self._remarks.add(config, graphs)
         for graph in graphs:
             graph_pass.require(graph, config.require_rewrites)
         return compiled
@@ -248,7 +250,6 @@ def explain(
     if not tracer.report.graphs:
         tracer.report.warnings.append("torch.compile handed over no graph: nothing was looked at")
     tracer.report.warnings.extend(_dropped_biases(target, tracer.report))
-    tracer.report.warnings.extend(_idle_choices(chosen, tracer.report))
     return tracer.report
 
 
@@ -271,23 +272,6 @@ def _reraise(error: Exception) -> None:
             raise cause from None
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     raise error
-
-
-def _idle_choices(config: MXNormConfig, report: Report) -> list[str]:
-    """Choices that no site of the model answers to: a typo would go unnoticed."""
-    paths = {site.norm for site in report.sites}
-    ids = {site.id for site in report.sites}
-    idle = [
-        f"{name}={glob!r} matches no norm"
-        for name in ("include", "exclude", "exact")
-        for glob in getattr(config, name)
-        if glob != "*" and not any(matches(path, glob) for path in paths)
-    ]
-    idle += [f"off={site!r}: there is no such site" for site in sorted(switched_off(config) - ids)]
-    if config.correction != "gaussian":
-        strangers = sorted(config.calibration().keys() - paths)
-        idle += [f"{config.correction} has a constant for {path!r}, no norm" for path in strangers]
-    return idle
 
 
 def _dropped_biases(model: Any, report: Report) -> list[str]:

@@ -22,7 +22,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _strings(name: str, value: Any) -> tuple[str, ...]:
+def strings(name: str, value: Any) -> tuple[str, ...]:
+    """The globs or ids that an option was given; one alone need be in no tuple."""
     values = (value,) if isinstance(value, str) else value
     if not isinstance(values, Iterable) or not all(isinstance(v, str) for v in values):
         expected = "ids of sites" if name == "off" else "module-path globs"
@@ -53,8 +54,15 @@ def matches(path: str, glob: str) -> bool:
     return path == glob or fnmatch.fnmatchcase(path, glob)
 
 
-def _hit(path: str, globs: tuple[str, ...]) -> bool:
+def hit(path: str, globs: Iterable[str]) -> bool:
+    """Whether any of the globs means a module path."""
     return any(matches(path, glob) for glob in globs)
+
+
+def unmatched(globs: Iterable[str], paths: Iterable[str]) -> list[str]:
+    """The globs that mean none of the paths; that for everything aside."""
+    known = set(paths)
+    return [g for g in globs if g != "*" and not any(matches(path, g) for path in known)]
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ class MXNormConfig:
                 "allowed with rms='exact' are 'auto', 'kernel'"
             )
         for name in ("include", "exclude", "exact", "off"):
-            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+            object.__setattr__(self, name, strings(name, getattr(self, name)))
         for site in self.off:
             if not re.fullmatch(r".+#\d+", site):
                 raise ValueError(
@@ -142,7 +150,7 @@ class MXNormConfig:
 
     def selects(self, path: str) -> bool:
         """Whether ``include`` and ``exclude`` let the norm at ``path`` be rewritten."""
-        return _hit(path, self.include) and not _hit(path, self.exclude)
+        return hit(path, self.include) and not hit(path, self.exclude)
 
     @property
     def by_path(self) -> bool:
@@ -152,7 +160,7 @@ class MXNormConfig:
 
     def rms_of(self, path: str) -> str:
         """What the op does for the norm at ``path``: ``p1``, ``p2`` or ``exact``."""
-        exact = self.rms == "exact" or _hit(path, self.exact)
+        exact = self.rms == "exact" or hit(path, self.exact)
         return "exact" if exact else f"p{self.p}"
 
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import time
 import traceback
 import warnings
@@ -17,12 +16,13 @@ import torch
 from torch.fx import Graph, Node
 
 from mxnorm_pass import compat
+from mxnorm_pass.choices import Remarks, disabled, leave_alone, switched_off
 from mxnorm_pass.compat import CustomGraphPass, stable_topological_sort, unset_fake_temporarily
-from mxnorm_pass.config import MXNormConfig, ids_in
+from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.formats import Cast
 from mxnorm_pass.ops import kernels
 from mxnorm_pass.reasons import Decline
-from mxnorm_pass.recognise import Declined, Found, Site, aten, find_sites, opaque
+from mxnorm_pass.recognise import Found, Site, aten, find_sites, opaque
 from mxnorm_pass.recognise.copies import read_originals
 from mxnorm_pass.recognise.halves import tag_backward
 from mxnorm_pass.report import GraphReport, Report, RewriteError, SiteReport
@@ -38,9 +38,6 @@ from mxnorm_pass.rewrite import (
 )
 
 log = logging.getLogger(__name__)
-
-DISABLE = "MXNORM_DISABLE"
-OFF = "MXNORM_OFF"
 
 
 class MXNormPass(CustomGraphPass):
@@ -65,6 +62,7 @@ class MXNormPass(CustomGraphPass):
         self.config = config or MXNormConfig()
         self.previous = tuple(previous)
         self.report = Report()
+        self._remarks = Remarks(self.report)
         self.places: tuple[str, ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MXNormPass:
@@ -83,7 +81,7 @@ class MXNormPass(CustomGraphPass):
         for earlier in self.previous:
             earlier(graph)
         result = self.apply(graph)
-        self.report.add(result)
+        self._remarks.add(self.config, [result])
         self.require(result, self.config.require_rewrites)
 
     def apply(self, graph: Graph) -> GraphReport:
@@ -102,7 +100,7 @@ class MXNormPass(CustomGraphPass):
             # The hook runs under FakeTensorMode; probes are real numbers.
             with unset_fake_temporarily(), torch.no_grad():
                 found = find_sites(graph, self.config)
-            _leave_alone(found, self.config)
+            leave_alone(found, self.config)
             camera = Camera(graph)
             camera.before(found.sites, found.declined)
             self._rewrite(graph, found, result, training)
@@ -285,39 +283,12 @@ def _roll_back(*edits: Edit) -> None:
         edit.rollback()
 
 
-def disabled() -> bool:
-    """``MXNORM_DISABLE`` is set, and not to a word for no."""
-    return os.environ.get(DISABLE, "").lower() not in ("", "0", "false", "no", "off")
-
-
 def is_joint(graph: Graph) -> bool:
     """A joint graph of forward and backward, as AOTAutograd makes it for training."""
     return any(
         node.name.startswith("tangents") if node.op == "placeholder" else aten.is_backward(node)
         for node in graph.nodes
     )
-
-
-def switched_off(config: MXNormConfig) -> frozenset[str]:
-    """Ids of sites that the options or ``MXNORM_OFF`` switch off."""
-    return frozenset((*config.off, *ids_in(os.environ.get(OFF, ""))))
-
-
-def _leave_alone(found: Found, config: MXNormConfig) -> None:
-    """Decline what the user switched off: every site, or those named."""
-    off = switched_off(config)
-    for site in list(found.sites):
-        if disabled():
-            reason, detail = "disabled", f"{DISABLE} is set"
-        elif site.id in off:
-            reason, detail = "switched_off", f"off or {OFF} names {site.id}"
-        else:
-            continue
-        found.sites.remove(site)
-        anchor = site.readers[0].cast.anchor
-        found.declined.append(
-            Declined(site.id, site.path, site.consumers, reason, detail, anchor=anchor)
-        )
 
 
 def _spec(site: Site) -> dict[str, Any]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import html
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from compiling import run
 from models import inference_block, rows
+from torch import Tensor, nn
 
-from mxnorm_pass import MXNormConfig, Report, graph_pass
+from mxnorm_pass import MXNormConfig, Report, backend, choices
 from mxnorm_pass.report import GraphReport
 
 
@@ -20,13 +25,13 @@ def test_choices_by_a_path_or_an_id_with_any_characters(monkeypatch: pytest.Monk
     assert MXNormConfig(exact=(path,)).rms_of(other) == "p2"
     assert not MXNormConfig(exclude=(path,)).selects(path)
     monkeypatch.setenv("MXNORM_OFF", f"{other}#0\n{path}#1\n")
-    assert graph_pass.switched_off(MXNormConfig(off=("z#0",))) == {
+    assert choices.switched_off(MXNormConfig(off=("z#0",))) == {
         f"{other}#0",
         f"{path}#1",
         "z#0",
     }
     monkeypatch.setenv("MXNORM_OFF", " a#0, b#1,")
-    assert graph_pass.switched_off(MXNormConfig()) == {"a#0", "b#1"}
+    assert choices.switched_off(MXNormConfig()) == {"a#0", "b#1"}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +39,7 @@ def test_choices_by_a_path_or_an_id_with_any_characters(monkeypatch: pytest.Monk
 )
 def test_words_of_the_switch(value: str, off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MXNORM_DISABLE", value)
-    assert graph_pass.disabled() is off
+    assert choices.disabled() is off
 
 
 def test_a_report_of_nothing_says_where_others_are() -> None:
@@ -65,3 +70,65 @@ def test_two_folders_get_a_dump_each(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run(inference_block("torch", widths=(64,)), rows(4, 128), training=False, config=config)
     for name in ("variable", "option"):
         assert (tmp_path / name / "rank_0" / "graph_000" / "sites.json").is_file()
+
+
+class Two(nn.Module):
+    """Two sites with a graph break between them, at which ``look`` is called."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__()
+        self.left = inference_block("torch", widths=(128,))
+        self.right = inference_block("torch", widths=(64,))
+        self.look = torch._dynamo.disable(look)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (x,) = self.left(x)
+        self.look()
+        (x,) = self.right(x)
+        return x
+
+
+def test_choices_that_no_site_of_any_graph_answers_to_are_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A warning of the whole report, in every form of it; gone when a later graph answers."""
+    file = tmp_path / "c.json"
+    constants = dict.fromkeys(("left.norm", "right.norm", "a", "b", "c", "d"), 0.4)
+    file.write_text(json.dumps({"p": 2, "sites": constants}))
+    monkeypatch.setenv("MXNORM_OFF", "left.norm#3,left.norm#0")
+    ours = backend(
+        include=("left.*", "right.nomr", "right.norm"),
+        exclude=("*.final",),
+        exact=("left.norm", "lefft.norm"),
+        off=("right.norm#0", "right.norm#1"),
+        correction=str(file),
+        inner="eager",
+    )
+    ours.report.warnings.append("said by somebody else")
+    halfway: list[str] = []
+    model = Two(lambda: halfway.extend(ours.report.warnings))
+    with torch.no_grad():
+        torch.compile(model, backend=ours)(rows(4, 128))
+    nobody = {
+        "said by somebody else",
+        "include='right.nomr' matches no norm that feeds an MX cast",
+        "exclude='*.final' matches no norm that feeds an MX cast",
+        "exact='lefft.norm' matches no norm that feeds an MX cast",
+        "off='right.norm#1': there is no such site",
+        "MXNORM_OFF='left.norm#3': there is no such site",
+        f"correction={str(file)!r} has constants for norms that feed no cast: a, b, c and 1 more",
+    }
+    assert [[s.id for s in graph.sites] for graph in ours.report.graphs] == [
+        ["left.norm#0"],
+        ["right.norm#0"],
+    ]
+    # Both are switched off, and are sites all the same.
+    assert ours.report.rewritten == 0
+    assert len(ours.report.warnings) == len(nobody) and set(ours.report.warnings) == nobody
+    for answered in ("include='right.norm' ", "off='right.norm#0'", "and 2 more"):
+        assert any(answered in warning for warning in halfway)
+        assert not any(answered in warning for warning in nobody)
+    again = Report.from_json(ours.report.to_json())
+    printed, page = " ".join(str(again).split()), html.unescape(again.to_html())
+    for warning in nobody:
+        assert f"warning: {warning}" in printed and warning in page

@@ -1,5 +1,6 @@
 """`mxnorm explain --config` on public models in their real sizes: right counts, and why no more."""
 
+import html
 import json
 import resource
 import time
@@ -130,12 +131,19 @@ def test_training_and_its_page(
 ) -> None:
     page = tmp_path / "page.html"
     argv = ["explain", "--config", tiny, "--train", "--html", str(page), "--require", "7"]
+    # Layer 2 is like layer 1, and not traced; one choice meets nothing.
+    for layer in ("0", "1", "2", "9"):
+        argv += ["--include", f"model.layers.{layer}.*"]
     assert main(argv) == 1
     out, err = capsys.readouterr()
     assert "6 site(s) in the whole model, 6 rewritten, 0 declined (4 traced)" in out
     assert "3 x  input_layernorm" in out and "fold +add in 2" in out
     said = "biases of k_proj, q_proj, v_proj: torchao's MXFP8 training path ignores them"
     assert said in " ".join(out.split())
+    idle = [f"include='model.layers.{n}.*' matches no norm that feeds an MX cast" for n in "0129"]
+    assert [line in " ".join(out.split()) for line in idle] == [False, False, False, True]
+    said = html.unescape(page.read_text())
+    assert [line in said for line in idle] == [False, False, False, True]
     assert all(len(line) <= 100 for line in out.splitlines())
     assert "model.layers.1.input_layernorm" in page.read_text()
     assert f"wrote {page}" in err

@@ -170,9 +170,11 @@ def test_bfloat16_and_the_context() -> None:
 def test_include_and_exclude_name_norms() -> None:
     model = nn.Sequential(*(m for i in range(3) for m in (gain(nn.RMSNorm(K), i), nn.Linear(K, K))))
     x = inputs()[0]
-    with fold_gains(model, x, include=["0", "2"], exclude="2", compare=False) as handle:
+    with fold_gains(model, x, include=["0", "2", "nrom"], exclude="[2]", compare=False) as handle:
         assert [g.gain for g in handle.folded] == ["0.weight"]
         assert [g.why_left for g in handle.left] == [["include/exclude leaves it out"]] * 2
+        assert handle.idle == ["include='nrom'"]
+        assert "warning: include='nrom' matches no norm" in str(handle)
 
 
 def test_a_product_that_overflows_is_left() -> None:

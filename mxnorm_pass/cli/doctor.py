@@ -181,7 +181,7 @@ def _backends() -> Iterator[Finding]:
 
 
 def _environment() -> Iterator[Finding]:
-    from mxnorm_pass.graph_pass import DISABLE, OFF, disabled
+    from mxnorm_pass.choices import DISABLE, OFF, disabled
 
     if disabled():
         yield Finding(DISABLE, "bad", f"={os.environ[DISABLE]}: the pass is switched off")
@@ -253,7 +253,7 @@ def _self_check() -> Iterator[Finding]:
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
     from mxnorm_pass import reference
-    from mxnorm_pass.graph_pass import disabled
+    from mxnorm_pass.choices import disabled
 
     if disabled():
         return

@@ -69,6 +69,14 @@ class Layers:
         kind, position, _ = found
         return kind.weight(position) if position in kind.traced else 0
 
+    def alike(self, path: str) -> list[str]:
+        """Paths of the module at ``path`` in all layers of its kind; its own outside of layers."""
+        found = self.find(path)
+        if found is None:
+            return [path]
+        kind, _, rest = found
+        return [f"{kind.stack}.{position}.{rest}" for position in kind.members]
+
 
 def stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
     """Outermost lists of modules."""

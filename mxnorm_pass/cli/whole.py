@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mxnorm_pass.backend import explain
+from mxnorm_pass.choices import idle
 from mxnorm_pass.cli.errors import ModelError, brief
 from mxnorm_pass.cli.from_config import Built, make_inputs
 from mxnorm_pass.cli.groups import (
@@ -138,6 +139,7 @@ def explain_config(
     cast = quantise_(model, chosen, fmt, training)
     readers = Readers(model)
     report = _trace(model, inputs, training, config, readers)
+    _idle_in_whole(report, config, layers)
     quantised = used(layers, verdicts, readers.reached)
     return Whole(
         name=name,
@@ -155,6 +157,20 @@ def explain_config(
         notes=[*built.notes, *notes, *_warnings(report), *_lower_bound(report, layers, readers)],
         seconds=time.perf_counter() - start,
     )
+
+
+def _idle_in_whole(report: Report, config: MXNormConfig, layers: Layers) -> None:
+    """Warn of choices that the whole model does not meet, in place of what the trace does not."""
+    paths = [site.norm for site in report.sites]
+    ids = [site.id for site in report.sites]
+    traced = idle(config, paths, ids)
+    numbered = [i.rpartition("#") for i in ids]
+    whole = idle(
+        config,
+        [other for path in paths for other in layers.alike(path)],
+        [f"{other}#{n}" for path, _, n in numbered for other in layers.alike(path)],
+    )
+    report.warnings[:] = [w for w in report.warnings if w not in traced] + whole
 
 
 def _lower_bound(report: Report, layers: Layers, readers: Readers) -> list[str]:

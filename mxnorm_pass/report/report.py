@@ -141,10 +141,6 @@ class Report:
         """Number of rewritten sites over all graphs."""
         return sum(graph.rewritten for graph in self.graphs)
 
-    def add(self, graph: GraphReport) -> None:
-        """Append a graph's report."""
-        self.graphs.append(graph)
-
     def __str__(self) -> str:
         return render(self)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import math
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mxnorm_pass.config import hit, strings, unmatched
 from mxnorm_pass.trust.changes import Changes, OutputNoise, Rounding
 from mxnorm_pass.trust.linears import GainUse, find_gains
 from mxnorm_pass.trust.tables import decibel, scope, table, wrap
@@ -60,6 +60,7 @@ class FoldedGains(Changes):
     Attributes:
         gains: every gain in front of a linear, folded or left.
         linears: every weight that was changed, with its rounding.
+        idle: globs that match no norm with a gain in front of a linear, as ``exclude='final'``.
         output_sqnr: outputs on the batches before, over their change, in dB (the rounding of all
             weights, through the whole model); inf for no change, nan where it was not asked for.
     """
@@ -68,6 +69,7 @@ class FoldedGains(Changes):
         super().__init__()
         self.gains: list[FoldedGain] = []
         self.linears: list[FoldedLinear] = []
+        self.idle: list[str] = []
         self.output_sqnr = math.nan
 
     @property
@@ -101,6 +103,8 @@ class FoldedGains(Changes):
             lines += table(rows)
         for gain in self.left:
             lines += wrap(f"{gain.gain}: left: {'; '.join(gain.why_left)}")
+        for glob in self.idle:
+            lines += wrap(f"warning: {glob} matches no norm with a gain in front of a linear")
         if self.linears and not math.isnan(self.output_sqnr):
             lines.append(f"outputs before over their change: {decibel(self.output_sqnr)} dB")
         return "\n".join(lines)
@@ -152,16 +156,21 @@ def fold_gains(
         The handle: what was folded and left, the rounding added per linear, and the way back.
 
     Raises:
-        ValueError: without batches, or for something that is no module.
+        ValueError: without batches, for something that is no module, or for globs that are no
+            strings.
     """
     target = original(model)
     given = example_batches(target, batches)
+    globs = {"include": strings("include", include), "exclude": strings("exclude", exclude)}
     uses, parameters = find_gains(target, given)
     handle = FoldedGains()
+    paths = [path for use in uses for path in use.norms]
+    for name, chosen in globs.items():
+        handle.idle += [f"{name}={glob!r}" for glob in unmatched(chosen, paths)]
     before = _outputs(target, given) if compare else []
     try:
         for use in uses:
-            handle.gains.append(_fold(handle, use, parameters, include, exclude))
+            handle.gains.append(_fold(handle, use, parameters, **globs))
         if compare:
             noise = OutputNoise()
             for old, new in zip(before, _outputs(target, given), strict=True):
@@ -192,7 +201,7 @@ def _fold(
 ) -> FoldedGain:
     entry = FoldedGain(use.gain, use.norms, "/".join(sorted(use.kinds)), use.linears)
     entry.why_left.extend(use.blockers)
-    if not all(_hit(n, include) and not _hit(n, exclude) for n in use.norms):
+    if not all(hit(n, include) and not hit(n, exclude) for n in use.norms):
         entry.why_left.append("include/exclude leaves it out")
     if entry.why_left:
         return entry
@@ -220,7 +229,3 @@ def _fold(
         handle.linears.append(FoldedLinear(readers[name].path, name, use.gain, rounding))
     handle.overwrite(use.gain, stored, lambda w: torch.full_like(w, neutral, dtype=torch.float64))
     return entry
-
-
-def _hit(path: str, globs: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(path, glob) for glob in globs)

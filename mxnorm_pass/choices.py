@@ -1,0 +1,105 @@
+"""What a user chose by path, id or switch: whom it leaves alone, and where it meets nobody."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from mxnorm_pass.config import MXNormConfig, ids_in, unmatched
+from mxnorm_pass.recognise import Declined, Found
+from mxnorm_pass.report import GraphReport, Report, SiteReport
+
+DISABLE = "MXNORM_DISABLE"
+OFF = "MXNORM_OFF"
+
+# So many norms are named, where a calibration file has constants for more that are not there.
+_NAMED = 3
+
+
+def disabled() -> bool:
+    """``MXNORM_DISABLE`` is set, and not to a word for no."""
+    return os.environ.get(DISABLE, "").lower() not in ("", "0", "false", "no", "off")
+
+
+def switched_off(config: MXNormConfig) -> frozenset[str]:
+    """Ids of sites that the options or ``MXNORM_OFF`` switch off."""
+    return frozenset((*config.off, *_off_outside()))
+
+
+def leave_alone(found: Found, config: MXNormConfig) -> None:
+    """Decline what the user switched off: every site, or those named."""
+    off = switched_off(config)
+    for site in list(found.sites):
+        if disabled():
+            reason, detail = "disabled", f"{DISABLE} is set"
+        elif site.id in off:
+            reason, detail = "switched_off", f"off or {OFF} names {site.id}"
+        else:
+            continue
+        found.sites.remove(site)
+        anchor = site.readers[0].cast.anchor
+        found.declined.append(
+            Declined(site.id, site.path, site.consumers, reason, detail, anchor=anchor)
+        )
+
+
+def idle(config: MXNormConfig, paths: Iterable[str], ids: Iterable[str]) -> list[str]:
+    """Choices that no site answers to, a line each: a typo would go unnoticed.
+
+    Args:
+        config: the options.
+        paths: module paths of the norms that sites were found at, declined ones included.
+        ids: ids of those sites.
+    """
+    paths, ids = set(paths), set(ids)
+    lines = [
+        f"{name}={glob!r} matches no norm that feeds an MX cast"
+        for name in ("include", "exclude", "exact")
+        for glob in unmatched(getattr(config, name), paths)
+    ]
+    for name, chosen in (("off", config.off), (OFF, _off_outside())):
+        lines += [
+            f"{name}={i!r}: there is no such site" for i in dict.fromkeys(chosen) if i not in ids
+        ]
+    strangers = sorted(config.calibration().keys() - paths)
+    if strangers:
+        more = len(strangers) - _NAMED
+        named = ", ".join(strangers[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+        lines.append(
+            f"correction={config.correction!r} has constants for norms that feed no cast: {named}"
+        )
+    return lines
+
+
+class Remarks:
+    """Fills a report graph by graph, and keeps its warnings about the options true.
+
+    A choice may be answered in any graph that was compiled under it, so what a report says about
+    choices is what all its graphs together leave unanswered.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._under: dict[MXNormConfig, list[GraphReport]] = {}
+        self._said: list[str] = []
+
+    def add(self, config: MXNormConfig, graphs: Sequence[GraphReport]) -> None:
+        """Append graphs that were compiled under ``config``."""
+        self._report.graphs.extend(graphs)
+        self._under.setdefault(config, []).extend(graphs)
+        lines = (line for item in self._under.items() for line in _remarks(*item))
+        kept = [line for line in self._report.warnings if line not in self._said]
+        self._said = list(dict.fromkeys(lines))
+        self._report.warnings[:] = [*kept, *self._said]
+
+
+def _remarks(config: MXNormConfig, graphs: Sequence[GraphReport]) -> list[str]:
+    sites: list[SiteReport] = [site for graph in graphs for site in graph.sites]
+    if not graphs or any(graph.failure for graph in graphs):
+        # What sites a graph has that the pass failed on is not known.
+        return []
+    return idle(config, (site.norm for site in sites), (site.id for site in sites))
+
+
+def _off_outside() -> list[str]:
+    return ids_in(os.environ.get(OFF, ""))
