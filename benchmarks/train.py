@@ -14,6 +14,7 @@ same in every variant.
     python benchmarks/train.py run --size 15m --variants rmsnorm p2 --seeds 0 \
         --rates 1e-3 4e-3 16e-3 64e-3 --tokens 8e6 --corpus corpus.npz --out out/15m
     python benchmarks/train.py show out/125m
+    python benchmarks/train.py document   # docs/train.md from the runs in docs/data/train
 
 Exits with 1 where a run that the pass is to rewrite has no rewritten site.
 """
@@ -33,6 +34,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).parent))
 # Where the package is not installed, it is the one beside this folder.
 sys.path.append(str(Path(__file__).parents[1]))
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def whole(text: str) -> int:
@@ -136,6 +139,15 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
+def write_document(args: argparse.Namespace) -> int:
+    from trainlib import document
+
+    try:
+        return document.update(args.data, args.out, args.check)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+
+
 def parser() -> argparse.ArgumentParser:
     import torch
     from trainlib.loop import SIZES, VARIANTS
@@ -164,6 +176,11 @@ def parser() -> argparse.ArgumentParser:
     three = commands.add_parser("show", help="tables of finished runs")
     three.add_argument("folders", type=Path, nargs="+")
     three.set_defaults(command=show)
+    four = commands.add_parser("document", help="page and figures from committed runs")
+    four.add_argument("--data", type=Path, default=DOCS / "data" / "train", help="their folders")
+    four.add_argument("--out", type=Path, default=DOCS / "train.md", help="figures go to img/")
+    four.add_argument("--check", action="store_true", help="write nothing, name what is stale")
+    four.set_defaults(command=write_document)
     return made
 
 

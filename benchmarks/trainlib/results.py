@@ -52,17 +52,23 @@ def final(curve: Curve) -> float:
     return statistics.fmean(tail)
 
 
-def spikes(curve: Curve) -> int:
+def spike_steps(curve: Curve) -> list[int]:
     """Steps whose loss stands out of the ``WINDOW`` before them; a run of them counts once."""
-    count, inside = 0, False
+    found, inside = [], False
     for i in range(WINDOW, len(curve.loss)):
         before = curve.loss[i - WINDOW : i]
         median = statistics.median(before)
         spread = statistics.median(abs(v - median) for v in before)
         out = not curve.loss[i] <= median + SPIKE * max(spread, 1e-6)
-        count += out and not inside
+        if out and not inside:
+            found.append(i)
         inside = out
-    return count
+    return found
+
+
+def spikes(curve: Curve) -> int:
+    """How many there are of :func:`spike_steps`."""
+    return len(spike_steps(curve))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,301 @@
+"""``docs/train.md`` and its figures from the folders of finished runs.
+
+Sentences with a number are made of the runs; the rest is prose that holds whatever they say. A
+folder that is missing leaves a line in the place of its section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+from trainlib import corpus, figures, results
+from trainlib.figures import label, main_rate
+from trainlib.results import final, paired
+from trainlib.runs import Folder, diverged, join, read
+from trainlib.words import (
+    CHINCHILLA,
+    Lines,
+    accuracies,
+    by_rate,
+    gaps,
+    listed,
+    machines,
+    outliers,
+    said,
+    seeds,
+    size_of,
+    spikes,
+    table,
+    text,
+)
+
+MOST_BYTES = 2_000_000  # of logs in the repository
+SOURCES = {
+    "linux-source-": "the sources and documents of the Linux kernel, GPL-2.0, from Debian's "
+    "package of that name",
+}
+TITLES = {
+    "125m": "125M parameters",
+    "15m-rates": "Learning rates at 15M parameters",
+    "1b": "1B parameters, the first steps",
+    "15m-open": "Open questions at 15M parameters",
+    "moe": "Mixture of experts",
+    "vit": "Vision transformer",
+}
+
+# --- sections -------------------------------------------------------------------------------------
+
+
+def setup(found: dict[str, Folder]) -> Lines:
+    lines = [text("setup"), ""]
+    said_of: dict[str, None] = {}
+    for folder in found.values():
+        about = folder.about["corpus"]
+        source = str(about["source"])
+        what = next((v for k, v in SOURCES.items() if source.startswith(k)), None)
+        what = about.get("licence", what) or "of a licence that the run did not note"
+        parts = [f"`{source}`: {what}"]
+        if "text_bytes" in about:
+            parts.append(
+                f"{about['text_bytes'] / 1e6:.1f} MB of it, {about['tokens'] / 1e6:.2f}M tokens of "
+                f"a byte-level BPE of {about['vocab']:,} ids, of which the last "
+                f"{corpus.VALIDATION:,} are held out; SHA-256 of the ids `{about['sha256'][:16]}`"
+            )
+        said_of[f"- {'; '.join(parts)}."] = None
+    lines += ["**Data**", "", *said_of, ""]
+    rows = []
+    for name, folder in found.items():
+        count = folder.parameters
+        ratio = None if count is None else folder.tokens / count
+        # What a run on images counts is its own affair; a share of the text would be wrong.
+        share = folder.about["corpus"].get("text_bytes") and folder.tokens / (
+            folder.about["corpus"]["tokens"] - corpus.VALIDATION
+        )
+        rows.append(
+            [
+                f"`{name}`",
+                size_of(folder),
+                f"{folder.plan['steps']:,}",
+                f"{folder.tokens / 1e6:.2f}M",
+                "" if ratio is None else f"{ratio:.3g}",
+                "" if ratio is None else f"{ratio / CHINCHILLA:.2%}",
+                f"{share:.2f}" if share else "",
+            ]
+        )
+    head = ["runs", "parameters", "steps", "tokens a run", "tokens a parameter"]
+    head += [f"of {CHINCHILLA} a parameter", "passes over the text"]
+    return [*lines, *table(head, rows), "", text("tokens")]
+
+
+def main_runs(folder: Folder, found: dict[str, Folder]) -> Lines:
+    rate = main_rate(folder)
+    lines = [
+        f"{len(folder.at(rate))} runs at a peak rate of {rate:g}, {seeds(folder)}. "
+        "Final losses in the mean: "
+        + listed(
+            [
+                f"{label(v)} {fmean(map(final, folder.of(v, rate))):.4f}"
+                for v in folder.variants
+                if folder.of(v, rate)
+            ]
+        )
+        + ".",
+        "",
+        *gaps(folder, "tokens"),
+        "",
+        f"![Loss curves and paired differences](img/train-{folder.name}.svg)",
+        "",
+        *results.table(folder.about, folder.curves)[2:],
+        "",
+        f"![Final losses by seed, and gradient norms](img/train-{folder.name}-spread.svg)",
+        "",
+        spikes(folder, rate),
+        "",
+        "### Rows that the norms see",
+        "",
+        text("norms"),
+        "",
+        *outliers(folder, rate),
+        "",
+        f"![Outlier statistics over depth](img/train-{folder.name}-norms.svg)",
+    ]
+    gap = paired(folder.at(rate), "p2")
+    if gap.verdict == "differs":
+        lines += ["", "### Where the difference comes from", "", *cause(folder, found, rate)]
+    return lines
+
+
+def cause(folder: Folder, found: dict[str, Folder], rate: float) -> Lines:
+    """What the other runs say about it, as facts; shown where the interval excludes zero."""
+    lines = [text("cause"), ""]
+    for variant in ("exact", "p1"):
+        gap = paired(folder.at(rate), variant)
+        if gap.values:
+            lines.append(f"- {label(variant)} minus RMSNorm, same runs: {said(gap)}.")
+    other = found.get("15m-open")
+    if other is not None:
+        other = join(other, found.get("15m-rates"))
+        for variant in other.variants:
+            gap = paired(other.at(main_rate(other)), variant)
+            if variant != "rmsnorm" and gap.values:
+                lines.append(f"- {label(variant)} minus RMSNorm at 15M: {said(gap)}.")
+    return lines
+
+
+def sweep(folder: Folder, found: dict[str, Folder]) -> Lines:
+    lines = [text("rates"), "", *by_rate(folder), ""]
+    return [*lines, f"![Final loss against the learning rate](img/train-{folder.name}.svg)"]
+
+
+def first_steps(folder: Folder, found: dict[str, Folder]) -> Lines:
+    return [
+        f"{folder.plan['steps']} steps of {folder.plan['batch'] * folder.plan['seq']:,} tokens, "
+        f"{seeds(folder)}; {text('1b')}",
+        "",
+        *gaps(folder, "tokens"),
+        "",
+        f"![The first steps at 1B](img/train-{folder.name}.svg)",
+        "",
+        *results.table(folder.about, folder.curves)[2:],
+    ]
+
+
+def open_questions(folder: Folder, found: dict[str, Folder]) -> Lines:
+    folder = join(folder, found.get("15m-rates"))
+    lines = [text("open"), "", *gaps(folder, "tokens"), ""]
+    lines += [f"![Losses and paired differences](img/train-{folder.name}.svg)"]
+    if len(folder.rates) > 1:
+        lines += ["", *by_rate(folder), ""]
+        lines += [f"![Against the learning rate](img/train-{folder.name}-rates.svg)"]
+    return lines
+
+
+def example(folder: Folder, found: dict[str, Folder]) -> Lines:
+    lines = [text(folder.name), ""] if folder.name in ("moe", "vit") else []
+    lines += [*gaps(folder, "data"), ""]
+    lines += [f"![Losses and paired differences](img/train-{folder.name}.svg)", ""]
+    lines += results.table(folder.about, folder.curves)[2:]
+    rows = accuracies(folder)
+    if rows:
+        head = ["variant", "seeds", "accuracy", "minus RMSNorm, points (95%)"]
+        lines += ["", *table(head, rows)]
+    return lines
+
+
+SECTIONS: dict[str, Callable[[Folder, dict[str, Folder]], Lines]] = {
+    "125m": main_runs,
+    "15m-rates": sweep,
+    "1b": first_steps,
+    "15m-open": open_questions,
+    "moe": example,
+    "vit": example,
+}
+
+
+def every_run(found: dict[str, Folder]) -> Lines:
+    lines: Lines = []
+    for name, folder in found.items():
+        rows = [
+            [
+                c.variant,
+                str(c.seed),
+                f"{c.rate:g}",
+                str(len(c.loss)),
+                f"{final(c):.4f}" + (", diverged" if diverged(c) else ""),
+                f"{c.validation:.4f}",
+                str(results.spikes(c)),
+                str(c.sites),
+                f"{c.seconds:.1f}",
+            ]
+            for v in folder.variants
+            for c in folder.of(v)
+        ]
+        head = ["variant", "seed", "rate", "steps", "final loss", "validation", "spikes"]
+        head += ["rewritten sites of a block", "seconds"]
+        links = ", ".join(
+            f"[{file}](data/train/{name}/{file})"
+            for file in ("curves.csv", "norms.csv", "runs.json")
+        )
+        lines += [f"### {name}", "", f"{machines([folder])}. {links}.", ""]
+        lines += [f"    {folder.command()}", ""]
+        lines += ["<details markdown>", f"<summary>{len(rows)} runs</summary>", ""]
+        lines += [*table(head, rows), "", "</details>", ""]
+    return lines
+
+
+def page(found: dict[str, Folder]) -> str:
+    """The document."""
+    lines = [text("head"), ""]
+    if found:
+        lines += [f"Machine: {machines(found.values())}.", ""]
+    lines += ["## What is run", "", *(setup(found) if found else [text("setup")]), ""]
+    order = [*SECTIONS, *(name for name in found if name not in SECTIONS)]
+    for name in order:
+        lines += [f"## {TITLES.get(name, name)}", ""]
+        if name in found:
+            lines += [*SECTIONS.get(name, example)(found[name], found), ""]
+        else:
+            lines += [f"Not measured: there are no runs in `docs/data/train/{name}`.", ""]
+    lines += ["## Make it again", "", text("again"), ""]
+    if found:
+        lines += ["## Every run", "", text("runs"), "", *every_run(found)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def pictures(found: dict[str, Folder]) -> dict[str, figures.Figure]:
+    """By file name."""
+    made: dict[str, figures.Figure] = {}
+    for name, folder in found.items():
+        stem = f"train-{name}"
+        if name == "15m-rates":
+            made[f"{stem}.svg"] = figures.rates(folder)
+            continue
+        if name == "15m-open":
+            folder = join(folder, found.get("15m-rates"))
+            if len(folder.rates) > 1:
+                made[f"{stem}-rates.svg"] = figures.rates(folder)
+        made[f"{stem}.svg"] = figures.curves(folder)
+        if name == "125m":
+            made[f"{stem}-spread.svg"] = figures.spread(folder)
+            made[f"{stem}-norms.svg"] = figures.norms(folder)
+    return made
+
+
+def outputs(data: Path, document: Path) -> dict[Path, str | None]:
+    """Every generated file and its text; None for a figure of runs that are gone.
+
+    Raises:
+        ValueError: where the logs take more than ``MOST_BYTES``, or a folder is incomplete.
+    """
+    size = sum(p.stat().st_size for p in data.glob("*/*") if p.is_file())
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"{data}: {size:,} bytes of logs, and at most {MOST_BYTES:,} belong into the "
+            "repository: leave seeds out, or make shorter runs"
+        )
+    found = read(data)
+    made: dict[Path, str | None] = {document: page(found)}
+    images = document.parent / "img"
+    made.update({old: None for old in images.glob("train-*.svg")})
+    made.update({images / n: svg for n, svg in figures.render(pictures(found)).items()})
+    return made
+
+
+def update(data: Path, document: Path, check: bool) -> int:
+    """Writes what is not up to date; with ``check`` names it, and the status is 1."""
+    stale = False
+    for path, made in outputs(data, document).items():
+        if (path.read_text() if path.exists() else None) == made:
+            continue
+        stale = True
+        print(f"{'stale' if check else 'wrote' if made is not None else 'removed'}: {path}")
+        if check:
+            continue
+        if made is None:
+            path.unlink()
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(made)
+    return int(check and stale)

@@ -1,0 +1,261 @@
+"""Figures of ``docs/train.md``, as SVG text."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable
+from io import StringIO
+from typing import Any
+
+from trainlib import results
+from trainlib.results import final
+from trainlib.runs import Folder, band, diverged, over_depth, smooth, thin, window
+
+LABELS = {
+    "rmsnorm": "RMSNorm",
+    "exact": "exact (fused)",
+    "p1": "p = 1",
+    "p2": "p = 2",
+    "p2-calibrated": "p = 2 (calibrated c)",
+    "p2-running": "p = 2 (running c)",
+    "p2-learnt": "p = 2 (learnt c)",
+    "p4": "p = 4",
+}
+COLOURS = {
+    "rmsnorm": "black",
+    "exact": "C7",
+    "p1": "C1",
+    "p2": "C0",
+    "p2-calibrated": "C2",
+    "p2-running": "C4",
+    "p2-learnt": "C5",
+    "p4": "C3",
+}
+MARKS = "os^Dv<>P"
+FEW = 3  # variants whose bands can be told apart
+STYLES = ("-", "--", "-.", ":")
+STATISTICS = {
+    "ratio_mean": "estimate / true RMS, mean of rows",
+    "ratio_sd": "the same, standard deviation",
+    "channel": "largest channel / median channel",
+    "kurtosis": "kurtosis of a row (Gaussian 3)",
+}
+
+Figure = Callable[[Any], Any]
+
+
+def label(variant: str) -> str:
+    return LABELS.get(variant, variant)
+
+
+def colour(variant: str) -> str:
+    return COLOURS.get(variant, "C9")
+
+
+def main_rate(folder: Folder) -> float:
+    """That of the most runs; of several, the lowest."""
+    return max(folder.rates, key=lambda rate: (len(folder.at(rate)), -rate))
+
+
+def _losses(panel: Any, folder: Folder, rate: float) -> None:
+    width = window(folder.plan)
+    for variant in folder.variants:
+        for i, curve in enumerate(folder.of(variant, rate)):
+            values = smooth(curve.loss, width)
+            kept = thin(len(values))
+            panel.plot(
+                [len(curve.loss) - len(values) + k + 1 for k in kept], values[kept],
+                color=colour(variant), linewidth=0.8, alpha=0.8,
+                label=None if i else label(variant),
+            )  # fmt: skip
+    # The first steps from the initial loss on would squeeze all others into one line.
+    ends = [final(c) for c in folder.at(rate) if not diverged(c)]
+    if ends:
+        panel.set_ylim(min(ends) - 0.1, max(ends) + 2)
+    panel.set(xlabel="step", ylabel=f"loss, nats; mean of {width} steps")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)
+
+
+def _differences(panel: Any, folder: Folder, rate: float) -> None:
+    """Bands over training; of many variants the interval at the end alone, or none can be seen."""
+    width = window(folder.plan)
+    found = {
+        v: b
+        for v in folder.variants
+        if v != "rmsnorm" and (b := band(folder.at(rate), v, width)) is not None
+    }
+    seen = [-0.015, 0.015]
+    for i, (variant, b) in enumerate(found.items()):
+        text = f"{label(variant)} ({b.pairs} {'pair' if b.pairs == 1 else 'pairs'})"
+        panel.plot(b.steps, b.mean, color=colour(variant), linewidth=1, label=text)
+        low = [m - h for m, h in zip(b.mean, b.half, strict=True)]
+        high = [m + h for m, h in zip(b.mean, b.half, strict=True)]
+        if len(found) > FEW and math.isfinite(b.half[-1]):
+            at = b.steps[-1] * (1.03 + 0.02 * i)
+            panel.errorbar(at, b.mean[-1], b.half[-1], color=colour(variant), capsize=2)
+        elif b.pairs > 1:
+            panel.fill_between(b.steps, low, high, color=colour(variant), alpha=0.2, linewidth=0)
+        late = range(len(low) // 4, len(low))
+        seen += [v[k] for v in (b.mean, low, high) for k in late if math.isfinite(v[k])]
+    if len(seen) > 2:
+        # A spike of one run would squeeze the rest into one line.
+        ends = statistics.quantiles(seen, n=50)
+        margin = 0.15 * (ends[-1] - ends[0])
+        panel.set_ylim(min(ends[0], -0.015) - margin, max(ends[-1], 0.015) + margin)
+    panel.axhline(0, color="black", linewidth=0.8)
+    panel.axhspan(-0.01, 0.01, color="0.85", zorder=0)
+    panel.set(xlabel="step", ylabel="minus RMSNorm of the same seed, nats")
+    panel.grid(alpha=0.3)
+    if found:
+        kind = "bars: 95% at the end" if len(found) > FEW else "bands: 95%"
+        panel.legend(fontsize=8, title=f"{kind}; grey: ± .01", title_fontsize=8)
+
+
+def _plain_logs(panel: Any) -> None:
+    """A logarithmic y axis with numbers as one writes them; between powers where there is room."""
+    low, high = panel.get_ylim()
+    room = high / low < 20
+    panel.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    panel.yaxis.set_minor_formatter(lambda y, _: f"{y:g}" if room else "")
+    panel.tick_params(axis="y", which="minor", labelsize=8)
+
+
+def curves(folder: Folder) -> Figure:
+    """Losses, and paired differences over training."""
+
+    def draw(plt: Any) -> Any:
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+        rate = main_rate(folder)
+        _losses(left, folder, rate)
+        _differences(right, folder, rate)
+        return figure
+
+    return draw
+
+
+def spread(folder: Folder) -> Figure:
+    """Final loss of every seed; gradient norms, spikes marked."""
+
+    def draw(plt: Any) -> Any:
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+        rate, width = main_rate(folder), window(folder.plan)
+        for i, variant in enumerate(folder.variants):
+            found = folder.of(variant, rate)
+            ends = [(c.seed, final(c)) for c in found if not diverged(c)]
+            for seed, end in ends:
+                left.plot(i, end, MARKS[folder.seeds.index(seed) % len(MARKS)],
+                          color=colour(variant), markersize=5, alpha=0.8)  # fmt: skip
+            if len(ends) > 1:
+                values = [end for _, end in ends]
+                left.errorbar(i + 0.2, statistics.fmean(values), statistics.stdev(values),
+                              fmt="_", color=colour(variant), capsize=4)  # fmt: skip
+            for j, curve in enumerate(found):
+                values = smooth(curve.grad_norm, width)
+                kept = thin(len(values))
+                right.plot(
+                    [len(curve.loss) - len(values) + k + 1 for k in kept], values[kept],
+                    color=colour(variant), linewidth=0.8, alpha=0.8,
+                    label=None if j else label(variant),
+                )  # fmt: skip
+                at = results.spike_steps(curve)
+                right.plot(at, [curve.grad_norm[k] for k in at], "x", color=colour(variant),
+                           markersize=5)  # fmt: skip
+        left.set_xticks(range(len(folder.variants)), [label(v) for v in folder.variants])
+        left.set(ylabel="final loss, nats; bars: ± sd of seeds", xlim=(-0.5, None))
+        left.tick_params(axis="x", labelsize=8)
+        right.set(yscale="log", xlabel="step", ylabel=f"gradient norm, mean of {width} steps")
+        for panel in (left, right):
+            panel.grid(alpha=0.3)
+        right.legend(fontsize=8, title="x: a spike of the loss", title_fontsize=8)
+        _plain_logs(right)
+        return figure
+
+    return draw
+
+
+def rates(folder: Folder) -> Figure:
+    """Final loss against the learning rate, a line per variant."""
+
+    def draw(plt: Any) -> Any:
+        figure, panel = plt.subplots(figsize=(6.5, 4), layout="constrained")
+        good = [final(c) for c in folder.curves if not diverged(c)]
+        low, top = (min(good), max(good)) if good else (0.0, 1.0)
+        step = 0.05 * max(top - low, 0.02)
+        for i, variant in enumerate(folder.variants):
+            points = []
+            for rate in folder.rates:
+                ends = [final(c) for c in folder.of(variant, rate) if not diverged(c)]
+                if ends:
+                    points.append((rate, statistics.fmean(ends)))
+                lost = sum(diverged(c) for c in folder.of(variant, rate))
+                if lost:
+                    # Above each other, or one variant's mark would hide another's.
+                    panel.plot(rate, top + (2 + i) * step, "X", color=colour(variant))
+            panel.plot(
+                [p[0] for p in points], [p[1] for p in points], MARKS[i % len(MARKS)] + "-",
+                color=colour(variant), markersize=4, linewidth=1, label=label(variant),
+            )  # fmt: skip
+        panel.set(xscale="log", xlabel="peak learning rate", ylabel="final loss, nats")
+        panel.minorticks_off()
+        panel.set_xticks(folder.rates, [f"{r:g}" for r in folder.rates])
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8, title="X at the top: diverged", title_fontsize=8)
+        return figure
+
+    return draw
+
+
+def norms(folder: Folder) -> Figure:
+    """Outlier statistics of the norms' inputs over depth."""
+
+    def draw(plt: Any) -> Any:
+        figure, panels = plt.subplots(
+            2, 2, figsize=(9, 6), sharex=True, layout="constrained", squeeze=True
+        )
+        rate = main_rate(folder)
+        for panel, (name, text) in zip(panels.flat, STATISTICS.items(), strict=True):
+            for i, variant in enumerate(folder.variants):
+                values = list(over_depth(folder.of(variant, rate), name).values())
+                panel.plot(
+                    range(1, len(values) + 1), values, STYLES[i % len(STYLES)],
+                    color=colour(variant), linewidth=1, label=label(variant),
+                )  # fmt: skip
+            panel.set_title(text, fontsize=9)
+            panel.grid(alpha=0.3)
+            if name in ("channel", "kurtosis"):
+                panel.set_yscale("log")
+                _plain_logs(panel)
+        for panel in panels[1]:
+            panel.set_xlabel("norm, in the order of the model")
+        panels[0][0].legend(fontsize=8)
+        return figure
+
+    return draw
+
+
+def _hundredths(attribute: re.Match[str]) -> str:
+    """Places to hundredths of a point: more than a screen shows."""
+    return re.sub(r"(\d\.\d\d)\d+", r"\1", attribute[0])
+
+
+def render(figures: dict[str, Figure]) -> dict[str, str]:
+    """Every figure as SVG text, the same for the same runs and the same matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    made = {}
+    settings = {"svg.hashsalt": "mxnorm", "svg.fonttype": "path", "axes.formatter.useoffset": False}
+    with matplotlib.rc_context(settings):
+        for name, function in figures.items():
+            figure = function(plt)
+            text = StringIO()
+            figure.savefig(text, format="svg", metadata={"Date": None})
+            plt.close(figure)
+            short = re.sub(r'\b[dxy]="[^"]*"', _hundredths, text.getvalue())
+            made[name] = "\n".join(line.rstrip() for line in short.splitlines()) + "\n"
+    return made

@@ -1,0 +1,235 @@
+"""Folders of finished runs, and what is read off several curves at once."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from trainlib import results
+from trainlib.loop import SIZES, VARIANTS, Curve
+from trainlib.results import Difference, final
+
+RISE = 0.5  # nats above its own lowest twentieth at which a run that ends counts as diverged
+POINTS = 160  # of a line in a figure
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What :func:`results.save` left in one folder."""
+
+    path: Path
+    about: dict[str, Any]
+    curves: list[Curve]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        plan: dict[str, Any] = self.about["plan"]
+        return plan
+
+    @property
+    def tokens(self) -> int:
+        """Of a run that was not broken off."""
+        count: int = self.plan["steps"] * self.plan["batch"] * self.plan["seq"]
+        return count
+
+    @property
+    def variants(self) -> list[str]:
+        """In the order of :data:`VARIANTS`, others behind."""
+        there = dict.fromkeys(c.variant for c in self.curves)
+        return [v for v in VARIANTS if v in there] + [v for v in there if v not in VARIANTS]
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({c.seed for c in self.curves})
+
+    @property
+    def rates(self) -> list[float]:
+        return sorted({c.rate for c in self.curves})
+
+    @property
+    def parameters(self) -> int | None:
+        """As the run says, else of the Llama of this size; None where neither is known.
+
+        Of a mixture of experts all of them, whatever part a token goes through.
+        """
+        if "parameters" in self.about:
+            return int(self.about["parameters"])
+        s = SIZES.get(self.plan["size"])
+        if s is None:
+            return None
+        attention = s.dim * (2 * s.heads + 2 * s.kv_heads) * s.head_dim
+        experts = getattr(s, "experts", 0)
+        forward = 3 * s.dim * s.ffn * max(1, experts) + s.dim * experts  # with the router
+        block = attention + forward + 2 * s.dim
+        return 2 * s.vocab * s.dim + s.layers * block + s.dim
+
+    def at(self, rate: float) -> list[Curve]:
+        return [c for c in self.curves if c.rate == rate]
+
+    def of(self, variant: str, rate: float | None = None) -> list[Curve]:
+        """Curves of a variant, by seed."""
+        found = [c for c in self.curves if c.variant == variant and rate in (None, c.rate)]
+        return sorted(found, key=lambda c: (c.rate, c.seed))
+
+    def command(self) -> str:
+        """The command that makes these runs."""
+        if "command" in self.about:
+            return str(self.about["command"])
+        plan = self.plan
+        words = ["python", "benchmarks/train.py", "run", "--size", plan["size"], "--variants"]
+        words += [*self.variants, "--seeds", *map(str, self.seeds), "--rates"]
+        words += [*(f"{r:g}" for r in self.rates), "--tokens", str(self.tokens)]
+        words += ["--batch", str(plan["batch"]), "--seq", str(plan["seq"])]
+        words += ["--corpus", "corpus.npz", "--out", f"docs/data/train/{self.name}"]
+        return shlex.join(words)
+
+
+def read(data: Path) -> dict[str, Folder]:
+    """Every folder of finished runs below ``data``, by its name.
+
+    Raises:
+        ValueError: where a folder holds some of the files of a run, not all.
+    """
+    found = {}
+    for path in sorted(p for p in data.glob("*") if p.is_dir()):
+        files = ("curves.csv", "norms.csv", "runs.json")
+        missing = [name for name in files if not (path / name).exists()]
+        if len(missing) == len(files):
+            continue
+        if missing:
+            raise ValueError(f"{path}: {', '.join(missing)} missing; a run writes all three files")
+        found[path.name] = Folder(path, *results.load(path))
+    return found
+
+
+def join(one: Folder, other: Folder | None) -> Folder:
+    """Runs of ``other`` added where both were made alike, so that more of them have a pair."""
+    if other is None:
+        return one
+    alike = ("size", "steps", "batch", "seq", "warmup", "device", "inner")
+    if any(one.plan.get(k) != other.plan.get(k) for k in alike) or any(
+        one.about[k] != other.about[k] for k in ("corpus", "machine")
+    ):
+        return one
+    there = {(c.variant, c.seed, c.rate) for c in one.curves}
+    wanted = {(c.seed, c.rate) for c in one.curves}
+    more = [
+        c
+        for c in other.curves
+        if (c.seed, c.rate) in wanted and (c.variant, c.seed, c.rate) not in there
+    ]
+    return Folder(one.path, one.about, one.curves + more)
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+
+def smooth(values: Sequence[float], window: int) -> Any:
+    """Mean over the last ``window`` steps, from the first step that has as many; ``[n - w + 1]``.
+
+    A window with a number that is none has none.
+    """
+    window = min(window, len(values))
+    return np.convolve(np.asarray(values, dtype=float), np.full(window, 1 / window), "valid")
+
+
+def window(plan: dict[str, Any]) -> int:
+    """Steps that figures smooth over."""
+    return max(1, int(plan["steps"]) // 40)
+
+
+def diverged(curve: Curve) -> bool:
+    """Whether the loss ends as no number, or ``RISE`` above the run's own lowest twentieth."""
+    end = final(curve)
+    if not math.isfinite(end):
+        return True
+    width = max(1, round(len(curve.loss) * results.TAIL))
+    return bool(end > np.nanmin(smooth(curve.loss, width)) + RISE)
+
+
+def first_divergence(folder: Folder, variant: str) -> float | None:
+    """The lowest rate at which a run of the variant diverged."""
+    return min((c.rate for c in folder.of(variant) if diverged(c)), default=None)
+
+
+def held_out(curves: Sequence[Curve], variant: str, against: str = "rmsnorm") -> Difference:
+    """As :func:`results.paired`, of the losses on held-out tokens."""
+    found = {(c.variant, c.seed, c.rate): c.validation for c in curves}
+    return Difference(
+        tuple(
+            value - found[against, seed, rate]
+            for (name, seed, rate), value in sorted(found.items())
+            if name == variant and (against, seed, rate) in found
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Band:
+    """Paired differences over training: mean and half-width of 95%, by step (from 1)."""
+
+    steps: list[int]
+    mean: list[float]
+    half: list[float]
+    pairs: int
+
+
+def band(curves: Sequence[Curve], variant: str, width: int) -> Band | None:
+    """Of smoothed losses minus those of RMSNorm; None without a pair.
+
+    Student's t at each point. Ends where the first of the curves does.
+    """
+    plain = {(c.seed, c.rate): c for c in curves if c.variant == "rmsnorm"}
+    pairs = [
+        (c, plain[c.seed, c.rate])
+        for c in curves
+        if c.variant == variant and (c.seed, c.rate) in plain
+    ]
+    if not pairs:
+        return None
+    length = min(len(c.loss) for pair in pairs for c in pair)
+    gaps = np.array(
+        [smooth(a.loss[:length], width) - smooth(b.loss[:length], width) for a, b in pairs]
+    )
+    n = len(pairs)
+    half = np.full(gaps.shape[1], math.inf)
+    if n > 1:
+        half = stats.t.ppf(0.975, n - 1) * gaps.std(axis=0, ddof=1) / math.sqrt(n)
+    offset = length - gaps.shape[1] + 1
+    kept = thin(gaps.shape[1])
+    return Band(
+        [i + offset for i in kept],
+        gaps.mean(axis=0)[kept].tolist(),
+        half[kept].tolist(),
+        n,
+    )
+
+
+def thin(length: int) -> list[int]:
+    """At most ``POINTS`` places of a line, the last among them."""
+    step = max(1, math.ceil(length / POINTS))
+    return list(range(length - 1, -1, -step))[::-1]
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+def over_depth(curves: Sequence[Curve], statistic: str) -> dict[str, float]:
+    """By norm in the order of the model: the mean over runs."""
+    found: dict[str, list[float]] = {}
+    for curve in curves:
+        for row in curve.norms:
+            found.setdefault(row["norm"], []).append(float(row[statistic]))
+    return {norm: statistics.fmean(values) for norm, values in found.items()}

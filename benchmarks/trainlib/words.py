@@ -1,0 +1,183 @@
+"""What finished runs say, in words and tables of Markdown."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mxnorm_pass import theory
+from trainlib import results
+from trainlib.figures import STATISTICS, label, main_rate
+from trainlib.loop import SIZES
+from trainlib.results import Difference, final, paired
+from trainlib.runs import RISE, Folder, diverged, first_divergence, held_out, over_depth
+
+CHINCHILLA = 20  # tokens a parameter, arXiv 2203.15556
+HERE = Path(__file__).parent
+
+Lines = list[str]
+
+
+def text(name: str) -> str:
+    """A piece of the prose, ``train.md`` beside this file; rules in it are those of the code."""
+    pieces = (HERE / "train.md").read_text().split("\n%% ")
+    found = dict(piece.split("\n", 1) for piece in pieces[1:])
+    return found[name].strip("\n").format(
+        chinchilla=CHINCHILLA, rise=RISE, window=results.WINDOW, spike=results.SPIKE,
+        tail=results.TAIL,
+    )  # fmt: skip
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def seeds(folder: Folder) -> str:
+    return f"seed{'s' * (len(folder.seeds) > 1)} {listed([str(s) for s in folder.seeds])}"
+
+
+def said(gap: Difference) -> str:
+    """A paired difference in words."""
+    n = len(gap.values)
+    if not n:
+        return "no pair"
+    if not math.isfinite(gap.mean):
+        return "no number, since a run diverged"
+    if n == 1:
+        return f"{gap.mean:+.4f} nats in one pair, which has no interval: undecided"
+    verdict = {
+        "undecided": "undecided, as the half-width is over .01",
+        "no difference seen": "no difference seen, the interval holds zero",
+        "differs": "a difference, the interval excludes zero",
+    }[gap.verdict]
+    return f"{gap.mean:+.4f} ± {gap.half_width:.4f} nats over {n} pairs: {verdict}"
+
+
+def gaps(folder: Folder, also: str = "") -> Lines:
+    """One line per variant that has a pair."""
+    rate = main_rate(folder)
+    lines = []
+    for variant in folder.variants:
+        gap = paired(folder.at(rate), variant)
+        if variant == "rmsnorm" or not gap.values:
+            continue
+        held = held_out(folder.at(rate), variant)
+        sign = "" if len(held.values) < 2 else f" ± {held.half_width:.4f}"
+        beside = f" On held-out {also}: {held.mean:+.4f}{sign}." if also else ""
+        lines.append(f"- **{label(variant)} minus RMSNorm**: {said(gap)}.{beside}")
+    return lines
+
+
+def size_of(folder: Folder) -> str:
+    count = folder.parameters
+    return "?" if count is None else f"{count / 1e6:,.1f}M"
+
+
+def machines(folders: Iterable[Folder]) -> str:
+    seen: dict[str, None] = {}
+    for folder in folders:
+        m = folder.about["machine"]
+        seen[f"{m['device']}, torch {m['torch']}, torchao {m['torchao']}"] = None
+    return "; ".join(seen)
+
+
+def spikes(folder: Folder, rate: float) -> str:
+    """Counts of spikes and gradient norms in words."""
+    counts = []
+    for variant in folder.variants:
+        some = folder.of(variant, rate)
+        late = [v for c in some for v in c.grad_norm[len(c.grad_norm) // 2 :]]
+        counts.append(
+            f"{label(variant)} {sum(map(results.spikes, some))} in {len(some)} "
+            f"{'run' if len(some) == 1 else 'runs'} (gradient norm {statistics.median(late):.3f} "
+            f"in the median, {max(late):.3g} at most)"
+        )
+    return (
+        f"Spikes of the loss, and gradient norms of the second half before clipping: "
+        f"{'; '.join(counts)}."
+    )
+
+
+def outliers(folder: Folder, rate: float) -> Lines:
+    dim = SIZES[folder.plan["size"]].dim if folder.plan["size"] in SIZES else None
+    lines = []
+    for variant in folder.variants:
+        found = {s: over_depth(folder.of(variant, rate), s) for s in STATISTICS}
+        if not found["ratio_mean"]:
+            continue
+        ends = {s: (min(v.values()), max(v.values())) for s, v in found.items()}
+        worst = max(found["channel"], key=lambda norm: found["channel"][norm])
+        gauss = f" (Gaussian rows: {theory.error_sd(2, 32, dim):.4f})" if dim else ""
+        lines.append(
+            f"- **{label(variant)}**: estimate over true RMS {ends['ratio_mean'][0]:.3f} to "
+            f"{ends['ratio_mean'][1]:.3f} in the mean, standard deviation "
+            f"{ends['ratio_sd'][0]:.4f} to {ends['ratio_sd'][1]:.4f}{gauss}; largest channel "
+            f"{ends['channel'][0]:.2f} to {ends['channel'][1]:.2f} times the median one, most at "
+            f"`{worst}`; kurtosis {ends['kurtosis'][0]:.2f} to {ends['kurtosis'][1]:.2f}."
+        )
+    return lines
+
+
+def excess(folder: Folder, variant: str) -> float | None:
+    """Mean over the rates of the loss above the best rate's; the first loss where it diverged."""
+    means = [
+        statistics.fmean(c.loss[0] if diverged(c) else min(final(c), c.loss[0]) for c in some)
+        for rate in folder.rates
+        if (some := folder.of(variant, rate))
+    ]
+    return None if len(means) < 2 else statistics.fmean(means) - min(means)
+
+
+def by_rate(folder: Folder) -> Lines:
+    """Final losses by variant and rate, and where each diverges, in words."""
+    rows, words = [], []
+    for variant in folder.variants:
+        cells, best = [], (math.inf, math.nan)
+        for rate in folder.rates:
+            some = folder.of(variant, rate)
+            good = [final(c) for c in some if not diverged(c)]
+            lost = len(some) - len(good)
+            mean = f"{statistics.fmean(good):.4f}" if good else ""
+            note = f"{lost} of {len(some)} diverged" if lost else ""
+            if good and not lost:
+                best = min(best, (statistics.fmean(good), rate))
+            cells.append(", ".join(filter(None, (mean, note))) or "–")
+        rise = excess(folder, variant)
+        rows.append([label(variant), *cells, "" if rise is None else f"{rise:.4f}"])
+        first = first_divergence(folder, variant)
+        most = max(c.rate for c in folder.of(variant))
+        where = f"none diverged up to {most:g}" if first is None else f"diverges at {first:g}"
+        least = f"best at {best[1]:g} ({best[0]:.4f}), " if math.isfinite(best[0]) else ""
+        words.append(f"{label(variant)}: {least}{where}")
+    head = ["final loss at a peak rate of", *(f"{r:g}" for r in folder.rates), "sensitivity"]
+    return ["; ".join(words) + ".", "", *table(head, rows)]
+
+
+def accuracies(folder: Folder) -> list[list[str]]:
+    """By variant, percent; paired differences in points. Empty where runs have none."""
+    rate = main_rate(folder)
+    found = {
+        (r["variant"], r["seed"]): 100 * r["accuracy"]
+        for r in folder.about["runs"]
+        if float(f"{r['rate']:g}") == rate and r.get("accuracy") is not None
+    }
+    rows = []
+    for variant in folder.variants:
+        mine = {seed: value for (v, seed), value in found.items() if v == variant}
+        if not mine:
+            continue
+        gap = Difference(tuple(v - found["rmsnorm", s] for s, v in sorted(mine.items())
+                               if ("rmsnorm", s) in found))  # fmt: skip
+        half = f" ± {gap.half_width:.2f}" if len(gap.values) > 1 else ""
+        spread = f" ± {statistics.stdev(mine.values()):.2f}" if len(mine) > 1 else ""
+        beside = "" if variant == "rmsnorm" or not gap.values else f"{gap.mean:+.2f}{half}"
+        mean = f"{statistics.fmean(mine.values()):.2f}%"
+        rows.append([label(variant), str(len(mine)), mean + spread, beside])
+    return rows
