@@ -119,10 +119,12 @@ class TransformerBlock(nn.Module):
 
 
 class Llama(nn.Module):
+    block: Callable[[Any], nn.Module] = TransformerBlock
+
     def __init__(self, s: Sizes) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(s.vocab, s.dim)
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(s) for i in range(s.layers)})
+        self.layers = nn.ModuleDict({str(i): self.block(s) for i in range(s.layers)})
         self.norm = nn.RMSNorm(s.dim, eps=1e-5)
         self.lm_head = nn.Linear(s.dim, s.vocab, bias=False)
 
@@ -133,7 +135,13 @@ class Llama(nn.Module):
         return self.lm_head(self.norm(h))
 
 
-def build(s: Sizes, seed: int = 0, gains: float = 0.0, device: str = "cpu") -> Llama:
+def build(
+    s: Sizes,
+    seed: int = 0,
+    gains: float = 0.0,
+    device: str = "cpu",
+    kind: Callable[[Any], Llama] = Llama,
+) -> Llama:
     """A float32 Llama whose blocks hold MXFP8 linears, the same for the same seed.
 
     Args:
@@ -141,9 +149,10 @@ def build(s: Sizes, seed: int = 0, gains: float = 0.0, device: str = "cpu") -> L
         seed: of the weights.
         gains: standard deviation of the norms' gains around 1, where they begin.
         device: ``cpu`` and chips before sm_100 emulate MXFP8.
+        kind: the model's class.
     """
     torch.manual_seed(seed)
-    model = Llama(s)
+    model = kind(s)
     for i, layer in enumerate(model.layers.values()):
         for name, linear in list(layer.named_modules()):
             if isinstance(linear, nn.Linear):
@@ -158,12 +167,12 @@ def build(s: Sizes, seed: int = 0, gains: float = 0.0, device: str = "cpu") -> L
 
 
 def quantise(model: nn.Module, device: str = "cpu") -> None:
-    """As MXFP8LinearConverter with ``fqns=["layers"]``: every linear of a block."""
+    """As MXFP8LinearConverter with ``fqns=["layers"]``: every linear of a block but a router."""
     native = device == "cuda" and torch.cuda.get_device_capability() >= (10, 0)
     preference = KernelPreference.AUTO if native else KernelPreference.EMULATED
     for parent in list(model.layers.modules()):
         for name, linear in list(parent.named_children()):
-            if isinstance(linear, nn.Linear):
+            if isinstance(linear, nn.Linear) and name != "router":
                 k, n = linear.in_features, linear.out_features
                 made = MXFP8Linear(k, n, bias=False, kernel_preference=preference)
                 made.weight = linear.weight

@@ -12,6 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+import moe
 import titan
 import torch
 import torch.nn.functional as F
@@ -28,9 +29,14 @@ SIZES = {
     "15m": titan.Sizes(dim=256, ffn=768, heads=4, kv_heads=2, layers=8, vocab=VOCAB),
     "1b": titan.Sizes(dim=2048, ffn=8192, heads=32, kv_heads=8, layers=16, vocab=VOCAB),
     "tiny": titan.Sizes(dim=64, ffn=128, heads=2, kv_heads=1, layers=2, vocab=512),
+    # Two experts of eight: as many parameters for a token as "15m" has.
+    "moe": moe.Sizes(dim=256, ffn=384, heads=4, kv_heads=2, layers=8, vocab=VOCAB),
+    "moe-tiny": moe.Sizes(
+        dim=64, ffn=64, heads=2, kv_heads=1, layers=2, vocab=512, experts=4, slack=1.0
+    ),
 }
 SITES_PER_BLOCK = 2
-RATES = {"125m": 1e-3, "15m": 2e-3, "1b": 3e-4, "tiny": 3e-3}
+RATES = {"125m": 1e-3, "15m": 2e-3, "1b": 3e-4, "tiny": 3e-3, "moe": 2e-3, "moe-tiny": 3e-3}
 
 # Backends of torch.compile, and norms in plain PyTorch (power, constant) that it does not rewrite.
 REWRITTEN = {
@@ -140,7 +146,9 @@ class Trainer:
             raise ValueError(f"variant {variant!r}: allowed are {', '.join(VARIANTS)}")
         self.plan, self.variant = plan, variant
         self.report: Callable[[], int] = lambda: 0
-        self.model = self._built(0)
+        self.model = self._fresh(0)
+        for p in self.model.parameters():
+            p.data = p.data.bfloat16()
         backend: Any = plan.inner
         if variant in REWRITTEN:
             backend = mxnorm_pass.backend(
@@ -159,12 +167,14 @@ class Trainer:
         # Weights in float32; the model computes with their bfloat16 roundings.
         self.masters = [p.detach().float().clone() for p in self.model.parameters()]
 
-    def _built(self, seed: int) -> titan.Llama:
-        model = titan.build(SIZES[self.plan.size], seed, device=self.plan.device)
+    def _fresh(self, seed: int) -> Any:
+        """The model in float32 as it starts from a seed."""
+        sizes = SIZES[self.plan.size]
+        build = moe.build if isinstance(sizes, moe.Sizes) else titan.build
+        with torch.device(self.plan.device):  # a billion draws take their time on a CPU
+            model = build(sizes, seed, device=self.plan.device)
         if self.variant in MODULES:
             replace_norms(model.layers, *MODULES[self.variant])
-        for p in model.parameters():
-            p.data = p.data.bfloat16()
         return model
 
     def loss(self, tokens: Tensor) -> Tensor:
@@ -176,9 +186,7 @@ class Trainer:
 
     def _start(self, seed: int) -> torch.optim.Optimizer:
         """Weights of ``seed`` in the compiled model, and an optimizer that knows nothing yet."""
-        fresh = titan.build(SIZES[self.plan.size], seed, device=self.plan.device)
-        if self.variant in MODULES:
-            replace_norms(fresh.layers, *MODULES[self.variant])
+        fresh = self._fresh(seed)
         with torch.no_grad():
             for master, p, new in zip(
                 self.masters, self.model.parameters(), fresh.parameters(), strict=True
