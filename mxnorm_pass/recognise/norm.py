@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from mxnorm_pass.reasons import Decline
-from mxnorm_pass.recognise import aten, fused_norm, moves, opaque
-from mxnorm_pass.recognise.lift import MAX_PIECE, LiftError, Piece, lift
-from mxnorm_pass.recognise.norm_function import Norm, check_square, gain_kind, rounding
+from mxnorm_pass.recognise import aten, fused_norm
+from mxnorm_pass.recognise.lift import LiftError, Piece, lift
+from mxnorm_pass.recognise.norm_function import Norm, gain_kind, rounding
+from mxnorm_pass.recognise.statistics import VARIANCES, row_statistics, squared_row
+from mxnorm_pass.recognise.walk import upwards
 
-_MEANS = (aten.aten.mean.dim, aten.aten.sum.dim_IntList)
-_VARIANCES = (
-    aten.aten.var_mean.correction,
-    aten.aten.var.correction,
-    aten.aten.native_layer_norm.default,
-    aten.aten.native_group_norm.default,
-)
 _DIFFERENCES = (aten.aten.sub.Tensor, aten.aten.add.Tensor)
 _FLOATS = (torch.float32, torch.bfloat16)
 
@@ -66,9 +61,9 @@ def recognise_norm(y: Node, k: int) -> NormSpec | None:
         return _fused(call, y, k)
     no_square: Decline | None = None
     no_norm: Decline | None = None
-    for statistic in _row_statistics(y):
+    for statistic in row_statistics(y):
         try:
-            x = _squared(statistic)
+            x = squared_row(statistic)
         except Decline as decline:
             no_square = no_square or decline
             continue
@@ -80,107 +75,6 @@ def recognise_norm(y: Node, k: int) -> NormSpec | None:
     if reason is not None:
         raise reason
     return None
-
-
-def find_norm(source: Node, k: int) -> tuple[NormSpec, tuple[Node, ...]] | None:
-    """The norm whose rows a cast reads, and the nodes that pick rows in between."""
-    repeated: Decline | None = None
-    try:
-        norm = recognise_norm(source, k)
-    except Decline as decline:
-        if decline.reason != "reordered":
-            raise
-        norm, repeated = None, decline
-    if norm is not None:
-        return norm, ()
-    y, path = moves.rows_behind(source)
-    if path:
-        norm = recognise_norm(y, k)
-        if norm is not None:
-            return norm, path
-    if repeated is not None:
-        raise repeated
-    blocked = moves.check_not_moved(source)
-    if blocked is None:
-        producer = fused_norm.producer(source)
-        if opaque.is_opaque_norm(producer):
-            raise Decline("opaque_norm", f"{producer.target}", producer)
-        _over_ranks(source)
-        _behind_scatter(source)
-        return None
-    first, origin = blocked
-    size = aten.shape(origin)
-    try:
-        norm = recognise_norm(origin, size[-1]) if size and isinstance(size[-1], int) else None
-    except Decline:
-        # Not a norm that could have been rewritten, wherever its rows go.
-        return None
-    if norm is not None:
-        raise moves.moved(first, origin)
-    return None
-
-
-def norm_behind(node: Node, known: Collection[Node]) -> Node | None:
-    """The mean of squares that a stored value comes from by pointwise ops, moves and maxima, past
-    no node that is ``known`` to belong to a cast.
-    """
-    seen = {node, *known}
-    queue = [node]
-    for top in queue:
-        if top.target in _MEANS and aten.reduces_last_axis(top):
-            try:
-                _squared(top)
-            except Decline:
-                continue
-            return top
-        passes = aten.is_pointwise(top) or aten.keeps_order(top) or aten.moves(top)
-        if not (passes or top.target in aten.MAXIMA):
-            continue
-        fresh = [n for n in top.all_input_nodes if n not in seen and len(queue) < MAX_PIECE]
-        seen.update(fresh)
-        queue.extend(fresh)
-    return None
-
-
-def _over_ranks(source: Node) -> None:
-    """Declines where the squares of a row are added up over ranks, each of which has a part."""
-    seen = {source}
-    queue = [source]
-    for node in queue:
-        if aten.is_collective(node) and "reduce" in str(node.target):
-            for statistic in _row_statistics(node.all_input_nodes[0]):
-                try:
-                    _squared(statistic)
-                except Decline:
-                    continue
-                raise Decline("sharded_row", f"{node.target} of {statistic.target}", node)
-            continue
-        if not (aten.is_pointwise(node) or aten.keeps_order(node) or aten.moves(node)):
-            continue
-        fresh = [n for n in node.all_input_nodes if n not in seen and len(seen) < MAX_PIECE]
-        seen.update(fresh)
-        queue.extend(fresh)
-
-
-def _behind_scatter(source: Node) -> None:
-    """Declines where a norm's output is overwritten, or looked up, in front of the cast."""
-    seen = {source}
-    queue = [source]
-    blocking: Node | None = None
-    for node in queue:
-        if node.target in _MEANS and blocking is not None:
-            try:
-                _squared(node)
-            except Decline:
-                continue
-            raise Decline("reordered", f"{blocking.target} between norm and cast", blocking)
-        if node.target in aten.SCATTERS and not aten.is_pointwise(node):
-            blocking = blocking or node
-        elif not (aten.is_pointwise(node) or aten.keeps_order(node) or aten.moves(node)):
-            continue
-        fresh = [n for n in node.all_input_nodes if n not in seen and len(seen) < MAX_PIECE]
-        seen.update(fresh)
-        queue.extend(fresh)
 
 
 def _fused(call: Node, y: Node, k: int) -> NormSpec:
@@ -204,25 +98,8 @@ def _fused(call: Node, y: Node, k: int) -> NormSpec:
     )
 
 
-def _row_statistics(y: Node) -> Iterator[Node]:
-    """Breadth first: a walk in depth would run up the residual stream and miss the norm at hand."""
-    seen = {y}
-    queue = [y]
-    for node in queue:
-        if node.target in _MEANS or node.target in _VARIANCES:
-            yield node
-            continue
-        passes = aten.is_pointwise(node) or aten.keeps_order(node) or node.target in aten.EXPAND
-        if not (passes or aten.is_getitem(node)):
-            continue
-        for source in node.all_input_nodes:
-            if source not in seen and len(seen) < MAX_PIECE:
-                seen.add(source)
-                queue.append(source)
-
-
 def _norm_at(statistic: Node, x: Node, y: Node, k: int) -> NormSpec:
-    if statistic.target in _VARIANCES:
+    if statistic.target in VARIANCES:
         raise Decline(
             "centred",
             "the row's variance, not its mean square",
@@ -254,7 +131,7 @@ def _norm_at(statistic: Node, x: Node, y: Node, k: int) -> NormSpec:
     missed: Decline | None = None
     # Others may add to the mean as well (a loss, a norm with another eps): the one that y is made
     # from.
-    mine = _upstream(y, {x, statistic})
+    mine = set(upwards([y], known={x, statistic}))
     for shift in _shifts(statistic, k, mine):
         shifted, eps, eps_node = shift
         try:
@@ -266,7 +143,7 @@ def _norm_at(statistic: Node, x: Node, y: Node, k: int) -> NormSpec:
     else:
         assert missed is not None
         raise missed
-    if gain is not None and shifted in _upstream(gain):
+    if gain is not None and shifted in set(upwards([gain])):
         raise Decline("extra_operand", "the gain is computed from the norm's own output", gain)
     out_dtype = aten.dtype(y)
     assert out_dtype is not None
@@ -283,28 +160,6 @@ def _norm_at(statistic: Node, x: Node, y: Node, k: int) -> NormSpec:
     )
 
 
-def _squared(statistic: Node) -> Node:
-    """The row that is squared and averaged: found by structure, confirmed by value."""
-    squares = statistic.all_input_nodes[0]
-    if statistic.target in _VARIANCES:
-        return squares
-    root = aten.origin(squares)
-    sources = root.all_input_nodes
-    if not aten.is_pointwise(root) or len(sources) != 1:
-        raise Decline("norm_form", "what is averaged is no function of one row", statistic)
-    x = sources[0]
-    while aten.is_widening(x):
-        x = x.all_input_nodes[0]
-    try:
-        piece = lift(squares, stops={x})
-    except LiftError as error:
-        raise Decline("norm_form", str(error), error.node) from error
-    if piece.sides or piece.leaves != (x,):
-        raise Decline("norm_form", "what is averaged is no function of one row", statistic)
-    check_square(piece, x, squares)
-    return x
-
-
 def _check_not_centred(x: Node) -> None:
     """A row less its own mean is LayerNorm's row, not RMSNorm's."""
     node = x
@@ -316,7 +171,7 @@ def _check_not_centred(x: Node) -> None:
     for operand in node.all_input_nodes:
         size = aten.shape(operand)
         per_row = bool(size) and isinstance(size[-1], int) and size[-1] == 1 != aten.shape(node)[-1]
-        if per_row and next(_row_statistics(operand), None) is not None:
+        if per_row and next(row_statistics(operand), None) is not None:
             raise Decline(
                 "centred",
                 "the row has a row mean taken off",
@@ -324,17 +179,6 @@ def _check_not_centred(x: Node) -> None:
                 computed="x - mean(x)",
                 expected="x",
             )
-
-
-def _upstream(node: Node, stops: Collection[Node] = ()) -> set[Node]:
-    """What ``node`` is computed from, up to the stops."""
-    seen = {node}
-    stack = [node]
-    while stack:
-        fresh = [n for n in stack.pop().all_input_nodes if n not in seen and n not in stops]
-        seen.update(fresh)
-        stack.extend(fresh)
-    return seen
 
 
 def _shifts(statistic: Node, k: int, within: set[Node]) -> list[tuple[Node, float, Node | None]]:

@@ -26,9 +26,11 @@ from mxnorm_pass.recognise.consumers import (
     readers,
 )
 from mxnorm_pass.recognise.moves import source_of
-from mxnorm_pass.recognise.norm import NormSpec, find_norm, norm_behind
+from mxnorm_pass.recognise.norm import NormSpec
+from mxnorm_pass.recognise.norm_search import find_norm, norm_behind
 from mxnorm_pass.recognise.paths import module_path
 from mxnorm_pass.recognise.tensor_scale import tensor_scaling
+from mxnorm_pass.recognise.walk import upwards
 
 
 @dataclass
@@ -360,20 +362,11 @@ def _is_activation(site: CastSite) -> bool:
         return False
     for matmul in read.matmuls:
         lhs = matmul.args[1 if matmul.target is aten.aten.addmm.default else 0]
-        if isinstance(lhs, Node) and any(m in (site.anchor, *site.codes) for m in _upstream(lhs)):
+        if isinstance(lhs, Node) and any(
+            m in (site.anchor, *site.codes) for m in upwards([lhs], most=128)
+        ):
             return True
     return False
-
-
-def _upstream(node: Node) -> set[Node]:
-    seen = {node}
-    queue = [node]
-    for n in queue:
-        for source in n.all_input_nodes:
-            if source not in seen and len(seen) < 128:
-                seen.add(source)
-                queue.append(source)
-    return seen
 
 
 def _decline(found: Found, site: CastSite, why: Decline) -> None:

@@ -20,7 +20,8 @@ from mxnorm_pass.compat import CustomGraphPass
 from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten, find_sites
-from mxnorm_pass.recognise.norm import NormSpec, find_norm
+from mxnorm_pass.recognise.norm import NormSpec
+from mxnorm_pass.recognise.norm_search import find_norm
 from mxnorm_pass.recognise.paths import module_path
 from mxnorm_pass.trust.taps import source_of_gain
 from mxnorm_pass.trust.tracing import (
