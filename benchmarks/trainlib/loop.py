@@ -92,6 +92,7 @@ class Curve:
         validation: mean loss over the held-out tokens at the end.
         sites: rewritten sites of a block, the least of its graphs; blocks share them.
         seconds: of the training steps alone.
+        accuracy: share of held-out images that get their class; None for text.
     """
 
     variant: str
@@ -103,6 +104,7 @@ class Curve:
     sites: int = 0
     seconds: float = 0.0
     norms: list[dict[str, Any]] = field(default_factory=list)
+    accuracy: float | None = None
 
 
 class Batches:
@@ -172,7 +174,10 @@ class Trainer:
         sizes = SIZES[self.plan.size]
         build = moe.build if isinstance(sizes, moe.Sizes) else titan.build
         with torch.device(self.plan.device):  # a billion draws take their time on a CPU
-            model = build(sizes, seed, device=self.plan.device)
+            return self._with_norms(build(sizes, seed, device=self.plan.device))
+
+    def _with_norms(self, model: Any) -> Any:
+        """The variant's norms in the blocks, where it has some of its own."""
         if self.variant in MODULES:
             replace_norms(model.layers, *MODULES[self.variant])
         return model
@@ -241,7 +246,11 @@ class Trainer:
         curve.norms = self._norms(next(batches.training(seed)))
         return curve
 
-    def _norms(self, tokens: Tensor) -> list[dict[str, Any]]:
+    def _some(self, batch: Any) -> Any:
+        """Enough of a batch for the statistics of norms, as the model takes it."""
+        return batch[:2, :-1]
+
+    def _norms(self, batch: Any) -> list[dict[str, Any]]:
         """Per norm of a block, on one batch: how far its rows are from Gaussian ones."""
         found: list[dict[str, Any]] = []
         kinds = {n: m for n, m in self.model.layers.named_modules() if n.endswith("_norm")}
@@ -253,7 +262,7 @@ class Trainer:
         ]
         try:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                self.model(tokens[:2, :-1])
+                self.model(self._some(batch))
         finally:
             for hook in hooks:
                 hook.remove()

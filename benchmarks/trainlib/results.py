@@ -13,7 +13,6 @@ from typing import Any
 
 from scipy import stats
 
-from trainlib.corpus import Corpus
 from trainlib.loop import VARIANTS, Curve, Plan
 
 TAIL = 0.05  # of a run: the steps that a final loss is the mean of
@@ -113,9 +112,17 @@ def paired(curves: Sequence[Curve], variant: str, against: str = "rmsnorm") -> D
 
 
 def save(
-    folder: Path, plan: Plan, text: Corpus, curves: Sequence[Curve], machine: dict[str, Any]
+    folder: Path,
+    plan: Plan,
+    data: Any,
+    curves: Sequence[Curve],
+    machine: dict[str, Any],
+    **more: Any,
 ) -> None:
-    """``curves.csv``, ``norms.csv`` and ``runs.json``."""
+    """``curves.csv``, ``norms.csv`` and ``runs.json``, with ``more`` about the runs in it.
+
+    ``data`` is what describes itself: a corpus, or images.
+    """
     write_curves(folder / "curves.csv", curves)
     with (folder / "norms.csv").open("w", newline="") as file:
         rows = [
@@ -135,10 +142,12 @@ def save(
             "validation": c.validation,
             "sites": c.sites,
             "seconds": round(c.seconds, 2),
+            **({} if c.accuracy is None else {"accuracy": c.accuracy}),
         }
         for c in curves
     ]
-    about = {"machine": machine, "plan": asdict(plan), "corpus": text.describe(), "runs": runs}
+    about = {"machine": machine, "plan": asdict(plan), "corpus": data.describe(), **more}
+    about["runs"] = runs
     (folder / "runs.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -151,7 +160,7 @@ def load(folder: Path) -> tuple[dict[str, Any], list[Curve]]:
     for curve in curves:
         run = known[curve.variant, curve.seed, curve.rate]
         curve.validation, curve.sites = run["validation"], run["sites"]
-        curve.seconds = run["seconds"]
+        curve.seconds, curve.accuracy = run["seconds"], run.get("accuracy")
     runs = {(c.variant, c.seed, c.rate): c for c in curves}
     with (folder / "norms.csv").open(newline="") as file:
         for row in csv.DictReader(file):
