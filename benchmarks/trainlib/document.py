@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
+import reproduce
+
 from trainlib import corpus, figures, results
 from trainlib.figures import label, main_rate
 from trainlib.results import final, paired
@@ -276,7 +278,11 @@ def outputs(data: Path, document: Path) -> dict[Path, str | None]:
             "repository: leave seeds out, or make shorter runs"
         )
     found = read(data)
-    made: dict[Path, str | None] = {document: page(found)}
+    # Claim by claim, which sets these runs beside the other committed results.
+    made: dict[Path, str | None] = {
+        document: page(found),
+        document.parent / "reproduce.md": reproduce.page(reproduce.DOCS, data),
+    }
     images = document.parent / "img"
     made.update({old: None for old in images.glob("train-*.svg")})
     made.update({images / n: svg for n, svg in figures.render(pictures(found)).items()})

@@ -43,6 +43,11 @@ def seeds(folder: Folder) -> str:
     return f"seed{'s' * (len(folder.seeds) > 1)} {listed([str(s) for s in folder.seeds])}"
 
 
+def signed(value: float, digits: int = 4) -> str:
+    """With its sign, and no minus in front of what rounds to zero."""
+    return f"{round(value, digits) + 0.0:+.{digits}f}"
+
+
 def said(gap: Difference) -> str:
     """A paired difference in words."""
     n = len(gap.values)
@@ -51,13 +56,13 @@ def said(gap: Difference) -> str:
     if not math.isfinite(gap.mean):
         return "no number, since a run diverged"
     if n == 1:
-        return f"{gap.mean:+.4f} nats in one pair, which has no interval: undecided"
+        return f"{signed(gap.mean)} nats in one pair, which has no interval: undecided"
     verdict = {
         "undecided": "undecided, as the half-width is over .01",
         "no difference seen": "no difference seen, the interval holds zero",
         "differs": "a difference, the interval excludes zero",
     }[gap.verdict]
-    return f"{gap.mean:+.4f} ± {gap.half_width:.4f} nats over {n} pairs: {verdict}"
+    return f"{signed(gap.mean)} ± {gap.half_width:.4f} nats over {n} pairs: {verdict}"
 
 
 def gaps(folder: Folder, also: str = "") -> Lines:
@@ -70,7 +75,7 @@ def gaps(folder: Folder, also: str = "") -> Lines:
             continue
         held = held_out(folder.at(rate), variant)
         sign = "" if len(held.values) < 2 else f" ± {held.half_width:.4f}"
-        beside = f" On held-out {also}: {held.mean:+.4f}{sign}." if also else ""
+        beside = f" On held-out {also}: {signed(held.mean)}{sign}." if also else ""
         lines.append(f"- **{label(variant)} minus RMSNorm**: {said(gap)}.{beside}")
     return lines
 
@@ -177,7 +182,7 @@ def accuracies(folder: Folder) -> list[list[str]]:
                                if ("rmsnorm", s) in found))  # fmt: skip
         half = f" ± {gap.half_width:.2f}" if len(gap.values) > 1 else ""
         spread = f" ± {statistics.stdev(mine.values()):.2f}" if len(mine) > 1 else ""
-        beside = "" if variant == "rmsnorm" or not gap.values else f"{gap.mean:+.2f}{half}"
+        beside = "" if variant == "rmsnorm" or not gap.values else signed(gap.mean, 2) + half
         mean = f"{statistics.fmean(mine.values()):.2f}%"
         rows.append([label(variant), str(len(mine)), mean + spread, beside])
     return rows

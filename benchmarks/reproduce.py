@@ -1,0 +1,140 @@
+"""``docs/reproduce.md``: the paper's claims one by one, beside what scripts here measured.
+
+    python benchmarks/reproduce.py             # the page, from committed results alone
+    python benchmarks/reproduce.py --check     # exit 1 where it is not up to date
+
+Nothing is measured here. Figures of others are those in ``REPORTED`` (``trainlib/claims.py``); any
+other number is read from docs/data, docs/kernels.json, docs/layer.json and docs/blackwell.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+# Where the package is not installed, it is the one beside this folder.
+sys.path.append(str(Path(__file__).parents[1]))
+
+from kernellib.sass import BANDWIDTH, CLOCK, ISSUE, MULTIPROCESSORS, SCHEDULERS
+from trainlib.claims import REPORTED, Sources, compare, prediction, rows
+from trainlib.figures import main_rate
+from trainlib.results import paired
+from trainlib.words import said, table
+
+DOCS = Path(__file__).parents[1] / "docs"
+EPS = 1e-5
+
+HEAD = """# Claim by claim
+
+What [MXNorm (arXiv 2603.13180)](https://arxiv.org/abs/2603.13180) claims, and what one H200 and a
+CPU say. **A**: from the paper's abstract. **R**: as others report it from the paper, not checked
+against it. All other numbers come from the script in the last column (in `benchmarks/`) by its
+committed results; `python benchmarks/reproduce.py` sets them together and measures nothing. Losses
+in nats; ± is a 95% interval over paired seeds, *undecided* while it is wider than ± .01."""
+
+COMPARABLE = """## What can be compared
+
+- **Theory** in full: the same formulas, other ways to the numbers ([theory](theory.md)).
+- **Losses** not as such: other text, another tokenizer, a small part of the tokens
+  ([pre-training](train.md), also with the questions that the paper leaves open). The sign of a
+  paired difference can, and its size with care: early in training it is not that of the end. The
+  reported differences have no interval known to us.
+- **Kernels** as ratios, each over torch.compile on its own chip. Which torch, shapes and scale
+  format the reported one has we do not know ([kernels](kernels.md)).
+- **The layer** hardly: an H200 has no MXFP8 or NVFP4 matmul. Emulated, matmuls take a larger
+  share, and our op pays for codes that are dequantised again ([layer](layer.md))."""
+
+
+def seen(s: Sources) -> str:
+    """The paper's own 125M runs have RMSNorm ahead of p = 2: whether ours do."""
+    plain, _, two = REPORTED["losses"]["125M"]
+    told = f"The reported losses have RMSNorm ahead of p = 2 by {two - plain:.3f} (R). "
+    folder = s.train.get("125m")
+    if folder is None:
+        return f"{told}Not measured here: there are no runs in `docs/data/train/125m`."
+    curves = folder.at(main_rate(folder))
+    gap, exact = paired(curves, "p2"), paired(curves, "exact")
+    text = f"{told}Ours, p = 2 minus RMSNorm: {said(gap)}."
+    if gap.values:
+        text += f" Against the report: {compare(gap, two - plain)}."
+    if exact.values:
+        text += f" The same rewrite with the true RMS, minus RMSNorm: {said(exact)}."
+    if gap.verdict == "differs":
+        text += " What it comes from: [pre-training](train.md#where-the-difference-comes-from)."
+    return text
+
+
+def arithmetic(s: Sources) -> list[str]:
+    b = prediction(s)
+    counts = s.blackwell
+    head = [
+        "16384 x 4096",
+        "MB",
+        "ms at 8 TB/s",
+        "instructions an element",
+        "ms to issue",
+        "longer",
+    ]
+    return [
+        f"A B200 by its maker's figures: {BANDWIDTH / 1e12:.0f} TB/s; {MULTIPROCESSORS} "
+        f"multiprocessors with {SCHEDULERS} schedulers at {CLOCK / 1e9:.2f} GHz, "
+        f"{ISSUE / 1e12:.3f}e12 instructions of a warp a second. A kernel takes the longer of "
+        "bytes and instructions. Ours is compiled for that chip (`blackwell.py`); the two "
+        "kernels of torch.compile are counted on an H200 (`kernels.py`), and code for the newer "
+        "chip would be shorter: so the ratio lies between that of bytes and that of this table.",
+        "",
+        *table(head, b["lines"]),
+        "",
+        f"By the longer: {b['ratio']:.2f}x. By bytes alone: {b['bytes_ratio']:.2f}x. The estimate "
+        f"itself saves {counts['instr., exact, gain'] - counts['instr., p2, gain']:.2f} of "
+        f"{counts['instr., exact, gain']:.2f} instructions an element there, and no time "
+        f"({counts['ms, exact, gain']:.4f} and {counts['ms, p2, gain']:.4f} ms): memory decides.",
+    ]
+
+
+def epsilon() -> str:
+    """The deviation in numbers."""
+    floor_in, floor_out, tiny = math.sqrt(EPS), EPS, 1e-3
+    inside, outside = tiny / math.sqrt(tiny**2 + EPS), tiny / (tiny + EPS)
+    return (
+        f"The authors' earlier code adds eps outside the root; ours stands inside, as RMSNorm's "
+        f"does. At eps = {EPS:g} rows fade below an RMS of {floor_in:.4f} with ours and of "
+        f"{floor_out:g} with theirs, {floor_in / floor_out:.0f} times lower. A row of RMS {tiny:g} "
+        f"leaves RMSNorm and ours with an RMS of {inside:.3f}, theirs with {outside:.3f}; at an "
+        f"RMS of 1 the two differ by {abs(1 / math.sqrt(1 + EPS) - 1 / (1 + EPS)):.0e}."
+    )
+
+
+def page(docs: Path, train: Path) -> str:
+    """The document."""
+    s = Sources(docs, train)
+    head = ["claim", "reported", "ours", "same?", "why, and what differs", "script"]
+    lines = [HEAD, "", *table(head, rows(s)), "", "## RMSNorm ahead at 125M?", "", seen(s), ""]
+    lines += [COMPARABLE, ""]
+    lines += ["## The B200 prediction", "", *arithmetic(s), ""]
+    lines += ["## Stated deviation: eps", "", epsilon(), ""]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the committed results")
+    parser.add_argument("--train", type=Path, default=DOCS / "data" / "train", help="of the runs")
+    parser.add_argument("--out", type=Path, default=DOCS / "reproduce.md")
+    parser.add_argument("--check", action="store_true", help="write nothing, say whether stale")
+    args = parser.parse_args(argv)
+    made = page(args.docs, args.train)
+    if args.out.exists() and args.out.read_text() == made:
+        return 0
+    print(f"{'stale' if args.check else 'wrote'}: {args.out}")
+    if not args.check:
+        args.out.write_text(made)
+    return int(args.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,341 @@
+"""What the paper claims and what was measured here: the rows of ``docs/reproduce.md``."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from kernellib.figures import Figures
+from kernellib.sass import BANDWIDTH, ISSUE
+from theorylib.figures import pick, read_csv
+
+from mxnorm_pass import theory
+from trainlib import runs
+from trainlib.figures import label, main_rate
+from trainlib.results import Difference, paired
+from trainlib.words import CHINCHILLA, signed
+
+# The abstract of arXiv 2603.13180 (A), and figures that others report from the paper and that were
+# not checked against it (R).
+REPORTED: dict[str, Any] = {
+    "losses": {  # R: RMSNorm, p = 1, p = 2
+        "125M": (3.090, 3.113, 3.116),
+        "1B": (2.692, 2.684, 2.691),
+        "8B": (2.132, 2.175, 2.126),
+    },
+    "constant": 2.389,  # R: p = 2, B = 32; multiplies (mean m^p)^(-1/p)
+    "r2": {1: 0.978, 128: 0.999},  # R: K
+    "kernel": 2.4,  # A: up to, GB200
+    "layer": {"MXFP8": 0.013, "NVFP4": 0.026},  # A
+}
+SHAPE = (16384, 4096, False)
+
+
+class Sources:
+    """Everything that the page is made of."""
+
+    def __init__(self, docs: Path, train: Path) -> None:
+        self.theory = read_csv(docs / "data" / "theory.csv")
+        self.kernels = Figures(json.loads((docs / "kernels.json").read_text()))
+        self.layer = json.loads((docs / "layer.json").read_text())
+        self.blackwell = blackwell_row(docs / "blackwell.md")
+        self.train = runs.read(train)
+
+
+def blackwell_row(path: Path) -> dict[str, float]:
+    """Instructions per element and milliseconds of ``SHAPE`` from the prediction's own table."""
+    lines = path.read_text().splitlines()
+    head = next(line for line in lines if line.startswith("| K | residual | form |"))
+    row = next(line for line in lines if line.startswith(f"| {SHAPE[1]} | no | its cast |"))
+    cells = ([c.strip() for c in line.strip("|").split("|")] for line in (head, row))
+    return {name: float(c) for name, c in zip(*cells, strict=True) if c.replace(".", "").isdigit()}
+
+
+# --- rows of the table ----------------------------------------------------------------------------
+
+Row = tuple[str, str, str, str, str, str]
+
+
+def convergence(s: Sources) -> Row:
+    found = [r.measured for r in pick(s.theory, table="mean", name="own c", k=512)]
+    dists = len({r.dist for r in pick(s.theory, table="mean", name="own c", k=512)})
+    return (
+        "The estimate converges to the RMS as blocks K grow",
+        "theorem (R)",
+        f"over true RMS at K = 512: {min(found):.4f} to {max(found):.4f}, {dists} distributions, "
+        "p = 1 and 2",
+        "same",
+        "each distribution needs its own constant",
+        "`theory.py`",
+    )
+
+
+def constants(s: Sources) -> Row:
+    found = pick(s.theory, table="constant")
+    off = max(abs(r.measured - r.predicted) / r.stderr for r in found)
+    ours = theory.inverse_correction(2, 32)
+    return (
+        "c(p, B)",
+        f"1/c = {REPORTED['constant']} for p = 2, B = 32 (R)",
+        f"{ours:.4f} by quadrature; {len(found)} constants within {off:.1f} standard errors of "
+        "Monte Carlo",
+        "same" if abs(ours - REPORTED["constant"]) < 1e-3 else "no",
+        "quadrature instead of drawing",
+        "`theory.py`",
+    )
+
+
+def agreement(s: Sources) -> Row:
+    parts, same = [], []
+    for k, wanted in REPORTED["r2"].items():
+        key = {"table": "cast", "dist": "MXFP8 RCEIL", "k": k}
+        (r2,) = pick(s.theory, **key, name="r2")
+        (explained,) = pick(s.theory, **key, name="1 - SSE/SST")
+        parts.append(f"{r2.measured:.4f} ({explained.measured:.4f}) at K = {k}")
+        same.append(min(abs(v.measured - wanted) for v in (r2, explained)) < 1e-3)
+    return (
+        "r² behind the cast",
+        ", ".join(f"{v:.3f} at K = {k}" for k, v in REPORTED["r2"].items()) + " (R)",
+        ", ".join(parts),
+        "same" if all(same) else "no",
+        "squared correlation; in brackets the share of explained variance",
+        "`theory.py`",
+    )
+
+
+def width(s: Sources) -> Row:
+    found = {r.k: r for r in pick(s.theory, table="error", dist="gaussian", p=2, block=32)}
+    return (
+        "Error against width",
+        "none known to us",
+        ", ".join(f"{found[k].measured:.2%} at {32 * k}" for k in (32, 128, 512))
+        + f" columns; formula {found[128].predicted:.2%} at 4096",
+        "–",
+        "standard deviation of a Gaussian row's estimate, p = 2",
+        "`theory.py`",
+    )
+
+
+def compare(gap: Difference, reported: float) -> str:
+    """Whether our interval agrees with a reported difference; undecided as the training page is."""
+    if not gap.values:
+        return "–"
+    if not math.isfinite(gap.mean):
+        return "a run diverged"
+    if gap.verdict == "undecided":
+        return "undecided"
+    holds = abs(gap.mean - reported) <= gap.half_width
+    if gap.verdict == "no difference seen":
+        return "undecided" if holds else "no: none seen"
+    if gap.mean * reported < 0:
+        return "no: other sign"
+    if holds:
+        return "same"
+    return f"same sign, {'smaller' if abs(gap.mean) < abs(reported) else 'larger'}"
+
+
+def number(gap: Difference) -> str:
+    if not gap.values:
+        return "not measured"
+    if len(gap.values) == 1:
+        return f"{signed(gap.mean)}, one pair"
+    return f"{signed(gap.mean)} ± {gap.half_width:.4f}, {len(gap.values)} pairs"
+
+
+def losses(s: Sources, size: str, name: str) -> list[Row]:
+    plain, *others = REPORTED["losses"][size]
+    folder = s.train.get(name)
+    rows = []
+    for variant, value in zip(("p1", "p2"), others, strict=True):
+        claim = f"{size}: {label(variant)} minus RMSNorm, final loss"
+        told = f"{value - plain:+.3f} ({value:.3f} - {plain:.3f}, R)"
+        if folder is None:
+            ours, same, why = "not measured", "–", f"no runs in `docs/data/train/{name}`"
+        else:
+            gap = paired(folder.at(main_rate(folder)), variant)
+            ours, same = number(gap), compare(gap, value - plain)
+            why = f"{tokens(folder)}, other text; sign and size compare"
+        rows.append((claim, told, ours, same, why, "`train.py document`"))
+    return rows
+
+
+def tokens(folder: runs.Folder) -> str:
+    count = folder.parameters
+    share = "" if count is None else f", {folder.tokens / count / CHINCHILLA:.2%} of Chinchilla's"
+    return f"{folder.tokens / 1e6:.1f}M tokens a run{share}"
+
+
+def eight() -> Row:
+    plain, one, two = REPORTED["losses"]["8B"]
+    return (
+        "8B: p = 1 and p = 2 minus RMSNorm",
+        f"{one - plain:+.3f}, {two - plain:+.3f} (R)",
+        "not measured",
+        "–",
+        "an 8B run is beyond one GPU here",
+        "–",
+    )
+
+
+def stability(s: Sources) -> Row:
+    low, high = (
+        next(
+            r.predicted
+            for r in pick(s.theory, table="bound", p=p, block=32, k=128, name="output")
+        )
+        for p in (2, 1)
+    )  # fmt: skip
+    why = f"an output's bound grows as K for p = 1 ({high:.0f} at 4096 columns, p = 2: {low:.0f})"
+    claim, told = "p = 1 is unstable at 8B, p = 2 is not", "R"
+    folder = s.train.get("15m-rates")
+    if folder is None:
+        ours, same = "not measured: no runs in `docs/data/train/15m-rates`", "–"
+    else:
+        first = {
+            v: runs.first_divergence(folder, v)
+            for v in ("rmsnorm", "p1", "p2")
+            if v in folder.variants
+        }
+        ours = (
+            "lowest diverging peak rate at 15M: "
+            + ", ".join(f"{label(v)} {'none' if r is None else f'{r:g}'}" for v, r in first.items())
+            + f"; tried up to {folder.rates[-1]:g}"
+        )
+        rate = {v: math.inf if r is None else r for v, r in first.items()}
+        same = "–"
+        if {"p1", "p2"} <= rate.keys():
+            order = (rate["p1"] > rate["p2"]) - (rate["p1"] < rate["p2"])
+            same = {-1: "p = 1 diverges earlier", 0: "not seen at 15M", 1: "no: p = 2 does"}[order]
+    return (claim, told, ours, same, why, "`train.py document`")
+
+
+def rounded() -> Row:
+    return (
+        "An estimate from the rounded E8M0 scales is unstable at 8B",
+        "R",
+        "not measured",
+        "–",
+        "not ours: the op reads the block maxima before they are rounded",
+        "–",
+    )
+
+
+def speedups(s: Sources, variant: str) -> dict[tuple[int, int, bool], float]:
+    found = {}
+    for shape in s.kernels.shapes:
+        ours, base = s.kernels.ms(shape, variant), s.kernels.ms(shape, "compile")
+        if ours and base:
+            found[shape] = base / ours
+    return found
+
+
+def kernel(s: Sources) -> list[Row]:
+    folded, exact = speedups(s, "ours_p2_folded"), speedups(s, "ours_exact")
+    inductor = speedups(s, "inductor_p2_folded")
+    large = [v for shape, v in folded.items() if shape[0] >= SHAPE[0] and not shape[2]]
+    chip = s.kernels.result["machine"]["device"]
+    top = max(folded, key=lambda shape: folded[shape])
+    size = "smaller" if max(large) < REPORTED["kernel"] else "same size"
+    claim = f"Kernel up to {REPORTED['kernel']}x over torch.compile's RMSNorm"
+    first = (
+        claim,
+        f"{REPORTED['kernel']}x, GB200, by torch.compile alone (A)",
+        f"our kernel {folded[SHAPE]:.2f}x at 16384 x 4096, {min(large):.2f} to {max(large):.2f} "
+        f"from 16384 rows on, {folded[top]:.2f} at most; {chip}",
+        size,
+        f"by fusion: with the true RMS it is {exact[SHAPE]:.2f}x; our op left to Inductor "
+        f"{inductor[SHAPE]:.2f}x",
+        "`kernels.py`",
+    )
+    b = prediction(s)
+    second = (
+        "The same on a Blackwell GPU",
+        "as above",
+        f"predicted, not measured: {b['bytes_ratio']:.2f}x by bytes alone, "
+        f"{b['ratio']:.2f}x with instructions",
+        "in that range"
+        if b["bytes_ratio"] <= REPORTED["kernel"] <= b["ratio"]
+        else "not in that range",
+        "arithmetic below",
+        "`blackwell.py`, `kernels.py`",
+    )
+    return [first, second]
+
+
+def layer(s: Sources) -> list[Row]:
+    found = {(e["kind"], e["backend"]): e["steps"] for e in s.layer["entries"]}
+
+    def gain(kind: str, step: str, backend: str = "mxnorm") -> float:
+        return float(found[kind, "inductor"][step]["ms"] / found[kind, backend][step]["ms"] - 1)
+
+    both = "forward and backward"
+    ends = [found["training", b][both] for b in ("inductor", "mxnorm")]
+    overlap = max(e["p10"] for e in ends) <= min(e["p90"] for e in ends)
+    spread = " (within the spread of its timing)" if overlap else ""
+    return [
+        (
+            "Llama 3 8B layer, MXFP8",
+            f"{REPORTED['layer']['MXFP8']:+.1%} (A)",
+            f"{gain('training', both):+.1%} in training{spread}, "
+            f"{gain('inference', 'forward'):+.1%} in inference "
+            f"({gain('inference', 'forward', 'mxnorm_exact'):+.1%} with the true RMS); "
+            f"{s.layer['machine']}",
+            "not comparable",
+            "no MXFP8 matmul on this chip: emulation dequantises our codes in one more kernel",
+            "`layer.py`",
+        ),
+        (
+            "The same, NVFP4",
+            f"{REPORTED['layer']['NVFP4']:+.1%} (A)",
+            "not measured",
+            "–",
+            "no FP4 matmul on this chip",
+            "–",
+        ),
+    ]
+
+
+def rows(s: Sources) -> list[Row]:
+    return [
+        convergence(s),
+        constants(s),
+        agreement(s),
+        width(s),
+        *losses(s, "125M", "125m"),
+        *losses(s, "1B", "1b"),
+        eight(),
+        stability(s),
+        rounded(),
+        *kernel(s),
+        *layer(s),
+    ]
+
+
+def prediction(s: Sources) -> dict[str, Any]:
+    """Times on a B200 of ``SHAPE``, milliseconds: the longer of bytes and instructions.
+
+    Ours from the compiled code for that chip; torch.compile's two kernels from the counters of a
+    run on sm_90.
+    """
+    elements = SHAPE[0] * SHAPE[1]
+    ncu = [r for r in s.kernels.result["ncu"] if not r["kernel"].startswith("rmsnorm_mxquant")]
+    parts = [("ours, p = 2 folded", s.kernels.rows[(*SHAPE, "ours_p2_folded")]["bytes"],
+              s.blackwell["instr., p2, folded"])]  # fmt: skip
+    names = ("torch.compile, norm", "torch.compile, cast")
+    for name, r in zip(names, ncu, strict=True):
+        parts.append((name, r["dram_read"] + r["dram_written"], r["instructions_per_element"]))
+    lines, memory, time = [], {}, {}
+    for name, moved, each in parts:
+        memory[name] = moved / BANDWIDTH * 1e3
+        issue = each * elements / 32 / ISSUE * 1e3
+        time[name] = max(memory[name], issue)
+        lines.append([name, f"{moved / 1e6:.1f}", f"{memory[name]:.4f}", f"{each:.2f}",
+                      f"{issue:.4f}", f"{time[name]:.4f}"])  # fmt: skip
+    ours, *base = parts
+    return {
+        "lines": lines,
+        "ratio": sum(time[b[0]] for b in base) / time[ours[0]],
+        "bytes_ratio": sum(memory[b[0]] for b in base) / memory[ours[0]],
+    }

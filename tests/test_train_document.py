@@ -1,0 +1,362 @@
+"""``docs/train.md`` and ``docs/reproduce.md``: numbers of the pages against curves read afresh."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+import sys
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import moe
+import reproduce
+import titan
+import train
+from trainlib import claims, corpus, document, figures, results, runs
+from trainlib.loop import SIZES, Curve, Plan
+from trainlib.results import Difference
+
+ROOT = Path(__file__).parents[1]
+OFF = {"rmsnorm": 0.0, "exact": 0.0, "p1": 0.03, "p2": 0.02, "p4": 0.05, "p2-learnt": 0.004}
+MACHINE = {"device": "a chip", "torch": "2.11.0", "torchao": "0.18.0"}
+
+
+def curve(variant: str, seed: int, rate: float, steps: int, end: str = "") -> Curve:
+    """A falling loss with the seed's noise, and the variant's own on top; ``end`` diverges it."""
+    rng = np.random.default_rng(seed)
+    own = np.random.default_rng([seed, sum(map(ord, variant))])
+    t = np.arange(steps)
+    loss = 3 + 6 * np.exp(-t / (0.1 * steps)) + rng.normal(0, 0.05, steps) + 100 * rate
+    if OFF[variant]:
+        loss = loss + OFF[variant] + own.normal(0, 5e-4) + own.normal(0, 0.003, steps)
+    norm = 0.3 + rng.gamma(2, 0.05, steps)
+    if end == "nan":
+        loss[-10:] = norm[-10:] = np.nan
+    elif end == "rises":
+        loss[-30:] += np.linspace(0, 3, 30)
+    if (variant, seed) == ("p1", 1):
+        loss[steps * 3 // 4] += 4
+    sites = 2 if variant in ("exact", "p1", "p2") else 0
+    made = Curve(variant, seed, rate, loss.tolist(), norm.tolist(), float(loss[-5:].mean()))
+    made.sites, made.seconds = sites, 2.0
+    made.norms = [
+        {"norm": f"{i}.ffn_norm", "ratio_mean": 1 + 0.1 * i, "ratio_sd": 0.03 + 0.01 * seed,
+         "channel": 2 + own.random(), "kurtosis": 3 + own.random()}
+        for i in range(3)
+    ]  # fmt: skip
+    return made
+
+
+def save(folder: Path, size: str, variants, seeds, rates, ends=None, steps=120) -> None:
+    text = corpus.Corpus(
+        np.zeros(9_400_000, np.uint16), "linux-source-6.1.tar.xz", 4 * 10**7, 16384, "ab" * 32
+    )
+    plan = Plan(size, steps, 2, 1024, rates[0], 10, "cuda")
+    made = [
+        curve(v, s, r, steps, (ends or {}).get((v, r), ""))
+        for s in seeds for r in rates for v in variants
+    ]  # fmt: skip
+    results.save(folder, plan, text, made, MACHINE)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folders of invented runs, and the pages and figures that the command makes of them."""
+    root = tmp_path_factory.mktemp("train")
+    data = root / "data"
+    save(data / "125m", "125m", ["rmsnorm", "p2", "exact", "p1"], [0, 1, 2], [1e-3])
+    ends = {("p1", 8e-3): "rises", ("p1", 32e-3): "nan", ("rmsnorm", 32e-3): "nan"}
+    save(data / "15m-rates", "15m", ["rmsnorm", "p1", "p2"], [0], [2e-3, 8e-3, 32e-3], ends)
+    save(data / "15m-open", "15m", ["p4", "p2-learnt"], [0], [2e-3])
+    save(data / "1b", "1b", ["rmsnorm", "p2"], [4], [3e-4], steps=60)
+    save(data / "vit", "other", ["rmsnorm", "p2"], [0, 1], [1e-3], steps=60)
+    about = json.loads((data / "vit" / "runs.json").read_text())
+    about |= {"parameters": 5_000_000, "command": "python elsewhere.py --seeds 0 1"}
+    about["corpus"] = {"source": "pictures", "licence": "CC-0"}
+    for run, value in zip(about["runs"], (0.5, 0.52, 0.6, 0.58), strict=True):
+        run["accuracy"] = value
+    (data / "vit" / "runs.json").write_text(json.dumps(about))
+    out = root / "docs" / "train.md"
+    (root / "docs" / "img").mkdir(parents=True)
+    (root / "docs" / "img" / "train-gone.svg").write_text("<svg/>")
+    assert train.main(["document", "--data", str(data), "--out", str(out)]) == 0
+    return data, out
+
+
+def read(data: Path, name: str) -> dict[tuple[str, int, float], tuple[np.ndarray, np.ndarray]]:
+    """Losses and gradient norms from the CSV file, by nothing of the script's."""
+    found = defaultdict(list)
+    with (data / name / "curves.csv").open() as file:
+        for r in csv.DictReader(file):
+            key = r["variant"], int(r["seed"]), float(r["rate"])
+            found[key].append((float(r["loss"]), float(r["grad_norm"])))
+    return {k: tuple(np.array(v).T) for k, v in found.items()}
+
+
+def interval(values) -> tuple[float, float]:
+    """Mean and half-width, by SciPy's own test."""
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    return float(np.mean(values)), float(high - low) / 2
+
+
+def tail(loss: np.ndarray) -> float:
+    return float(loss[-(len(loss) // 20) :].mean())
+
+
+def test_sentences_are_what_the_curves_say(made) -> None:
+    data, out = made
+    page = out.read_text()
+    found = read(data, "125m")
+    assert len(found) == 12
+    for variant, name in (("p1", "p = 1"), ("p2", "p = 2")):
+        gaps = [tail(found[variant, s, 1e-3][0]) - tail(found["rmsnorm", s, 1e-3][0])
+                for s in range(3)]  # fmt: skip
+        mean, half = interval(gaps)
+        assert half < 0.01 and abs(mean) > half
+        assert (
+            f"- **{name} minus RMSNorm**: {mean:+.4f} ± {half:.4f} nats over 3 pairs: a "
+            "difference, the interval excludes zero."
+        ) in page
+    assert "**exact (fused) minus RMSNorm**: +0.0000 ± 0.0000 nats over 3 pairs: no diff" in page
+    mean = np.mean([tail(found["p1", s, 1e-3][0]) for s in range(3)])
+    assert f"p = 1 {mean:.4f}" in page
+    assert "### Where the difference comes from" in page
+    # The one spike that was put in, and what the second half's gradient norms reach.
+    most = max(found["p1", s, 1e-3][1][60:].max() for s in range(3))
+    middle = np.median([found["p1", s, 1e-3][1][60:] for s in range(3)])
+    assert (
+        f"p = 1 1 in 3 runs (gradient norm {middle:.3f} in the median, {most:.3g} at most)" in page
+    )
+    (one,) = (
+        tail(found["p2", 4, 3e-4][0]) - tail(found["rmsnorm", 4, 3e-4][0])
+        for found in [read(data, "1b")]
+    )
+    assert f"**p = 2 minus RMSNorm**: {one:+.4f} nats in one pair, which has no interval" in page
+
+
+def test_held_out_losses_and_norms(made) -> None:
+    data, out = made
+    page = out.read_text()
+    known = {
+        (r["variant"], r["seed"]): r["validation"]
+        for r in json.loads((data / "125m" / "runs.json").read_text())["runs"]
+    }
+    mean, half = interval([known["p2", s] - known["rmsnorm", s] for s in range(3)])
+    assert f"On held-out tokens: {mean:+.4f} ± {half:.4f}." in page
+    channels = defaultdict(list)
+    with (data / "125m" / "norms.csv").open() as file:
+        for r in csv.DictReader(file):
+            if r["variant"] == "p2":
+                channels[r["norm"]].append(float(r["channel"]))
+    means = [np.mean(v) for v in channels.values()]
+    assert (
+        "- **p = 2**: estimate over true RMS 1.000 to 1.200 in the mean, standard deviation" in page
+    )
+    assert f"largest channel {min(means):.2f} to {max(means):.2f} times the median one" in page
+    assert "0.0400 to 0.0400 (Gaussian rows: 0.0311)" in page  # sd .03, .04, .05; 768 columns
+
+
+def test_rates(made) -> None:
+    """Where each diverges: p = 1 by rising at .008, RMSNorm by NaN at .032, p = 2 nowhere."""
+    data, out = made
+    page = out.read_text()
+    found = read(data, "15m-rates")
+    best = {v: tail(found[v, 0, 2e-3][0]) for v in ("rmsnorm", "p1", "p2")}
+    assert (
+        f"RMSNorm: best at 0.002 ({best['rmsnorm']:.4f}), diverges at 0.032; p = 1: best at 0.002 "
+        f"({best['p1']:.4f}), diverges at 0.008; p = 2: best at 0.002 ({best['p2']:.4f}), none "
+        "diverged up to 0.032."
+    ) in page
+    rise = np.mean([tail(found["p2", 0, r][0]) for r in (2e-3, 8e-3, 32e-3)]) - best["p2"]
+    lost = np.mean([best["rmsnorm"], tail(found["rmsnorm", 0, 8e-3][0]),
+                    found["rmsnorm", 0, 32e-3][0][0]]) - best["rmsnorm"]  # fmt: skip
+    assert f" | {rise:.4f} |" in page and f"1 of 1 diverged | {lost:.4f} |" in page
+    claim = (out.parent / "reproduce.md").read_text()
+    assert (
+        "RMSNorm 0.032, p = 1 0.008, p = 2 none; tried up to 0.032 | p = 1 diverges earlier"
+        in claim
+    )
+    # The open questions' runs have their pair among these.
+    gap = tail(read(data, "15m-open")["p4", 0, 2e-3][0]) - best["rmsnorm"]
+    assert f"**p = 4 minus RMSNorm**: {gap:+.4f} nats in one pair" in page
+
+
+def test_other_folders(made) -> None:
+    _, out = made
+    page = out.read_text()
+    # Accuracies 50 and 60%, with p = 2 52 and 58%: differences of +2 and -2 points.
+    half = 12.706 * math.sqrt(8) / math.sqrt(2)
+    assert "| RMSNorm | 2 | 55.00% ± 7.07 |  |" in page
+    assert f"| p = 2 | 2 | 55.00% ± 4.24 | +0.00 ± {half:.2f} |" in page
+    assert "`pictures`: CC-0." in page and "    python elsewhere.py --seeds 0 1" in page
+    assert (
+        "## Mixture of experts\n\nNot measured: there are no runs in `docs/data/train/moe`." in page
+    )
+    assert (
+        "--size 125m --variants rmsnorm exact p1 p2 --seeds 0 1 2 --rates 0.001 --tokens 245760"
+        in page
+    )
+    assert "| `125m` | 125.9M | 120 | 0.25M | 0.00195 | 0.01% | 0.03 |" in page
+
+
+def test_figures(made) -> None:
+    """Valid, of what is there, and those of runs that are gone are gone."""
+    _, out = made
+    names = {p.name for p in (out.parent / "img").iterdir()}
+    assert names == {
+        "train-125m.svg", "train-125m-spread.svg", "train-125m-norms.svg", "train-15m-rates.svg",
+        "train-15m-open.svg", "train-1b.svg", "train-vit.svg",
+    }  # fmt: skip
+    for path in (out.parent / "img").iterdir():
+        root = ET.parse(path).getroot()
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert f"(img/{path.name})" in out.read_text()
+        lines = [g for g in root.iter() if g.get("id", "").startswith("line2d")]
+        assert len(lines) > 10 and path.stat().st_size < 150_000
+    assert all(f"(img/{name})" in out.read_text() for name in names)
+
+
+def test_bands_over_training(made) -> None:
+    data, _ = made
+    folder = runs.read(data)["125m"]
+    band = runs.band(folder.curves, "p2", 3)
+    assert band is not None and (band.pairs, band.steps[0], band.steps[-1]) == (3, 3, 120)
+    found = read(data, "125m")
+    at = 77
+    gaps = [found["p2", s, 1e-3][0] - found["rmsnorm", s, 1e-3][0] for s in range(3)]
+    mean, half = interval([g[at - 3 : at].mean() for g in gaps])
+    i = band.steps.index(at)
+    assert (band.mean[i], band.half[i]) == pytest.approx((mean, half))
+    assert runs.band(folder.curves, "p4", 3) is None
+    assert len(runs.thin(1000)) <= runs.POINTS and runs.thin(1000)[-1] == 999
+
+
+def test_stale_pages_are_named(made, tmp_path, capsys, monkeypatch) -> None:
+    data, out = made
+    images = out.parent / "img"
+    monkeypatch.setattr(figures, "render", lambda p: {n: (images / n).read_text() for n in p})
+    shutil.copytree(out.parent, tmp_path / "docs")
+    copy = tmp_path / "docs" / "train.md"
+    argv = ["document", "--data", str(data), "--out", str(copy)]
+    assert train.main([*argv, "--check"]) == 0
+    copy.write_text(copy.read_text().replace(" over 3 pairs", " over 4 pairs", 1))
+    assert train.main([*argv, "--check"]) == 1
+    assert capsys.readouterr().out == f"stale: {copy}\n"
+    assert train.main(argv) == 0 and copy.read_text() == out.read_text()
+
+
+def test_no_runs_and_half_a_run(tmp_path, made) -> None:
+    empty = tmp_path / "none"
+    found = document.page(runs.read(empty))
+    assert found.count("Not measured: there are no runs in `docs/data/train/") == 6
+    claim = reproduce.page(reproduce.DOCS, empty)
+    assert claim.count("not measured | – | no runs in `docs/data/train/") == 4
+    data, _ = made
+    shutil.copytree(data / "1b", tmp_path / "half" / "1b")
+    (tmp_path / "half" / "1b" / "norms.csv").unlink()
+    argv = ["document", "--data", str(tmp_path / "half"), "--out", str(tmp_path / "train.md")]
+    with pytest.raises(SystemExit, match=r"1b: norms\.csv missing; a run writes all three"):
+        train.main(argv)
+    (tmp_path / "half" / "1b" / "norms.csv").write_text(" " * 2_000_001)
+    with pytest.raises(SystemExit, match="at most 2,000,000 belong"):
+        train.main(argv)
+
+
+@pytest.mark.parametrize("size", ["125m", "15m", "1b", "moe"])
+def test_parameters(size: str) -> None:
+    kind = moe.Llama if isinstance(SIZES[size], moe.Sizes) else titan.Llama
+    with torch.device("meta"):
+        count = sum(p.numel() for p in kind(SIZES[size]).parameters())
+    assert runs.Folder(Path(size), {"plan": {"size": size}}, []).parameters == count
+
+
+# --- claim by claim -------------------------------------------------------------------------------
+
+
+def test_losses_against_the_report() -> None:
+    """+.026 reported; intervals that hold it, that hold zero, both, neither."""
+    expected = {
+        (0.024, 0.025, 0.027): "same",
+        (0.010, 0.011, 0.012): "same sign, smaller",
+        (0.050, 0.051, 0.052): "same sign, larger",
+        (-0.010, -0.011, -0.012): "no: other sign",
+        (0.001, -0.001, 0.002): "no: none seen",
+        (0.0, 0.02, 0.04): "undecided",
+        (0.02,): "undecided",
+        (0.02, math.nan): "a run diverged",
+        (): "–",
+    }
+    got = {values: claims.compare(Difference(values), 0.026) for values in expected}
+    assert got == expected
+    # An interval that is narrow enough and holds both zero and the report decides nothing.
+    assert claims.compare(Difference((-0.001, 0.004, 0.004)), 0.004) == "undecided"
+
+
+def test_claims_are_those_of_the_committed_results(made) -> None:
+    _, out = made
+    page = (out.parent / "reproduce.md").read_text()
+    kernels = json.loads((ROOT / "docs" / "kernels.json").read_text())
+    ms = {(r["m"], r["k"], r["residual"], r["variant"]): r["ms"] for r in kernels["rows"]}
+    ratio = {
+        key[:3]: ms[(*key[:3], "compile")] / value
+        for key, value in ms.items()
+        if key[3] == "ours_p2_folded"
+    }
+    large = [v for (m, _, residual), v in ratio.items() if m == 16384 and not residual]
+    assert (
+        f"our kernel {ratio[16384, 4096, False]:.2f}x at 16384 x 4096, {min(large):.2f} to "
+        f"{max(large):.2f} from 16384 rows on, {max(ratio.values()):.2f} at most; NVIDIA H200"
+    ) in page
+    # 16384 x 4096 rows in 2 bytes, out in 1 and a scale per 32, rstd in 4; 8 TB/s.
+    elements = 16384 * 4096
+    ours = (elements * (3 + 1 / 32) + 4 * 16384) / 8e12
+    counts = [r for r in kernels["ncu"] if r["kernel"].startswith("triton_")]
+    assert len(counts) == 2
+    moved = sum(r["dram_read"] + r["dram_written"] for r in counts) / 8e12
+    issued = sum(r["instructions_per_element"] for r in counts) * elements / 32
+    theirs = issued / (148 * 4 * 1.85e9)
+    assert f"By the longer: {theirs / ours:.2f}x. By bytes alone: {moved / ours:.2f}x." in page
+    layer = json.loads((ROOT / "docs" / "layer.json").read_text())["entries"]
+    steps = {(e["kind"], e["backend"]): e["steps"] for e in layer}
+    both = [steps["training", b]["forward and backward"]["ms"] for b in ("inductor", "mxnorm")]
+    assert f"{both[0] / both[1] - 1:+.1%} in training" in page
+    assert "316 times lower" in page and "an RMS of 0.302, theirs with 0.990" in page
+    with (ROOT / "docs" / "data" / "theory.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for k in ("1", "128"):
+        (r2,) = (float(r["measured"]) for r in rows
+                 if (r["dist"], r["k"], r["name"]) == ("MXFP8 RCEIL", k, "r2"))  # fmt: skip
+        assert f"{r2:.4f} (" in page
+    assert len(page.split()) < 1400  # five minutes
+    table = page[page.index("| claim |") : page.index("\n## ")].strip().splitlines()[2:]
+    assert len(table) == 15
+    for line in table:
+        script = line.split("|")[-2].strip()
+        assert script == "–" or all(
+            (ROOT / "benchmarks" / name.strip("` ").split()[0]).exists()
+            for name in script.split(",")
+        ), line
+        # Without a script there is no number of ours.
+        assert script != "–" or "| not measured |" in line, line
+
+
+def test_pages_are_those_of_the_committed_runs(capsys, monkeypatch) -> None:
+    """Byte for byte; figures with the pinned matplotlib alone."""
+    if not version("matplotlib").startswith("3.11."):
+        monkeypatch.setattr(
+            figures, "render", lambda p: {n: (ROOT / "docs/img" / n).read_text() for n in p}
+        )
+    assert train.main(["document", "--check"]) == 0, capsys.readouterr().out
+    assert reproduce.main(["--check"]) == 0, capsys.readouterr().out
