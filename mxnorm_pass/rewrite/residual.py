@@ -18,6 +18,7 @@ from mxnorm_pass.compat import is_contiguous_or_false
 from mxnorm_pass.ops import ADD_OP, OP
 from mxnorm_pass.ops.rmsnorm_mxquant import ROW_DTYPES
 from mxnorm_pass.recognise import aten
+from mxnorm_pass.recognise.walk import downwards, upwards
 from mxnorm_pass.rewrite.edit import TAGS, Edit
 
 _aten = torch.ops.aten
@@ -89,9 +90,9 @@ def _is_sum(x: Node) -> bool:
     return aten.dtype(x) is torch.promote_types(*dtypes)
 
 
-# How far to look: what decides is near.
+# How far to look up: what decides is near.
 _FAR = 64
-# An orphaned norm with some linears' casts.
+# And down: an orphaned norm with some linears' casts.
 _LONG = 1024
 _REDUCTIONS = (_aten.mean.dim, _aten.sum.dim_IntList, _aten.amax.default)
 
@@ -131,32 +132,26 @@ def _forward_reads(reader: Node) -> bool:
 
     What the rewrite orphaned is still there, and goes nowhere: the old mean and the old cast.
     """
-    stack, seen = [reader], {reader}
-    while stack:
-        node = stack.pop()
-        if aten.is_backward(node):
-            continue
-        if (not _passes(node) and node.target not in _REDUCTIONS) or len(seen) > _LONG:
-            return True
-        fresh = [user for user in node.users if user not in seen]
-        seen.update(fresh)
-        stack.extend(fresh)
-    return False
+
+    def goes_nowhere(node: Node) -> bool:
+        return aten.is_backward(node) or _passes(node) or node.target in _REDUCTIONS
+
+    def on(node: Node) -> bool:
+        return not aten.is_backward(node)
+
+    reached = enumerate(downwards([reader], on))
+    return any(i > _LONG or not goes_nowhere(node) for i, node in reached)
 
 
 def _needed(node: Node, x: Node) -> bool:
     """Whether the backward reads the node, or what follows from it element by element; ways
     through ``x`` do not count.
     """
-    queue, seen = [node], {node, x}
-    for current in queue:
-        for user in current.users:
-            if aten.is_backward(user):
-                return True
-            if user not in seen and _passes(user) and len(queue) < _FAR:
-                seen.add(user)
-                queue.append(user)
-    return False
+
+    def on(n: Node) -> bool:
+        return n is node or _passes(n)
+
+    return any(map(aten.is_backward, downwards([node], on, known={x}, most=_LONG)))
 
 
 def _passes(node: Node) -> bool:
@@ -165,13 +160,4 @@ def _passes(node: Node) -> bool:
 
 def _depend(nodes: Iterable[Node], source: Node) -> bool:
     """Whether any of the nodes is computed from ``source``."""
-    stack = list(nodes)
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if node is source:
-            return True
-        fresh = [n for n in node.all_input_nodes if n not in seen]
-        seen.update(fresh)
-        stack.extend(fresh)
-    return False
+    return any(node is source for node in upwards(nodes))
