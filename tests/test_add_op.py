@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from mxnorm_pass import reference
 from mxnorm_pass.formats import Cast
-from mxnorm_pass.ops import ADD_OP, OP, rmsnorm_mxquant
+from mxnorm_pass.ops import ADD_OP, OP, rmsnorm_mxquant, rmsnorm_mxquant_colwise
 from mxnorm_pass.ops.rmsnorm_mxquant import RMS_KINDS
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
@@ -207,6 +207,38 @@ def test_residuals_that_are_refused(name: str, fake: bool) -> None:
         x, residual = mode.from_tensor(x), mode.from_tensor(residual)
     with pytest.raises(ValueError, match=re.escape(message)):
         rmsnorm_mxquant(x, residual=residual, correction=0.4)
+
+
+OPERANDS = {
+    "gain": (64,),
+    "eps_tensor": (),
+    "tensor_scale": (),
+    "residual": (32, 64),
+    "rstd": (32, 1),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands_on_another_gpu_are_refused(name: str) -> None:
+    """The device is compared, not its kind: a kernel would read addresses of another GPU."""
+
+    def call(gpu: int) -> tuple[Tensor, ...]:
+        x = torch.ones(32, 64, device="cuda:0")
+        operand = torch.ones(OPERANDS[name], device=f"cuda:{gpu}")
+        if name == "rstd":
+            return rmsnorm_mxquant_colwise(x, operand)
+        if name == "residual":
+            return rmsnorm_mxquant(x, residual=operand)
+        three = [
+            operand if name == given else None for given in ("gain", "eps_tensor", "tensor_scale")
+        ]
+        cast = NVFP4 if name == "tensor_scale" else str(RCEIL)
+        return OP(x, *three, 1e-6, "p2", 0.4, "f32->f32", cast)
+
+    with FakeTensorMode():
+        assert call(0)[0].device == torch.device("cuda:0")
+        with pytest.raises(ValueError, match=f"{name} is on cuda:1, x on cuda:0: expected one"):
+            call(1)
 
 
 @pytest.mark.parametrize("name", [n for n in BAD if n != "scalar"])

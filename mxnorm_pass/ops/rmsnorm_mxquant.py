@@ -101,8 +101,8 @@ def check_dtype(name: str, x: Tensor) -> None:
 
 
 def check_device(name: str, given: Tensor | None, x: Tensor, *more: str) -> None:
-    """On the device of ``x``, or of the types given as well; ValueError names both."""
-    if given is not None and given.device.type not in (x.device.type, *more):
+    """On the device of ``x``, its number included, or of the types given; ValueError says which."""
+    if given is not None and given.device != x.device and given.device.type not in more:
         raise ValueError(f"{name} is on {given.device}, x on {x.device}: expected one device")
 
 
@@ -161,8 +161,7 @@ def check_residual(x: Tensor, residual: Tensor) -> None:
     """The same of a residual."""
     check_dtype("x", x)
     check_dtype("residual", residual)
-    if residual.device != x.device:
-        raise ValueError(f"residual is on {residual.device}, x on {x.device}: expected one device")
+    check_device("residual", residual, x)
 
     def differ() -> str:
         shapes = f"residual of shape {tuple(residual.shape)}: expected that of x, {tuple(x.shape)}"
