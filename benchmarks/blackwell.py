@@ -17,10 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-# Where the package is not installed, it is the one beside this folder.
-sys.path.append(str(Path(__file__).parents[1]))
-
+import paths  # noqa: F401
 from kernellib import code, layers, sass
 from kernellib.figures import moved_bytes
 from kernellib.tables import number, table

@@ -23,9 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-# Where the package is not installed, it is the one beside this folder.
-sys.path.append(str(Path(__file__).parents[1]))
+import paths  # noqa: F401
 
 SHAPES = ((16384, 4096), (8192, 4096), (16384, 8192), (16384, 5120), (4096, 4096))
 COMPILED = {(16384, 4096)}

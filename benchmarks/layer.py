@@ -26,10 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-# Where the package is not installed, it is the one beside this folder.
-sys.path.append(str(Path(__file__).parents[1]))
-
+import paths  # noqa: F401
 from kernellib import warm
 
 SIZES = {

@@ -14,10 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-# Where the package is not installed, it is the one beside this folder.
-sys.path.append(str(Path(__file__).parents[1]))
-
+import paths  # noqa: F401
 from theorylib import figures
 from theorylib.measure import measure
 
