@@ -32,7 +32,7 @@ HEAD = """# Claim by claim
 
 What [MXNorm (arXiv 2603.13180)](https://arxiv.org/abs/2603.13180) claims, and what one H200 and a
 CPU say. **A**: from the paper's abstract. **R**: as others report it from the paper, not checked
-against it. All other numbers come from the script in the last column (in `benchmarks/`) by its
+against it. All other numbers come from the script in the last column, by its
 committed results; `python benchmarks/reproduce.py` sets them together and measures nothing. Losses
 in nats; ± is a 95% interval over paired seeds, *undecided* while it is wider than ± .01."""
 
@@ -59,7 +59,7 @@ def seen(s: Sources) -> str:
     curves = folder.at(main_rate(folder))
     gap, exact = paired(curves, "p2"), paired(curves, "exact")
     text = f"{told}Ours, p = 2 minus RMSNorm: {said(gap)}."
-    if gap.values:
+    if gap.values and math.isfinite(gap.mean):
         text += f" Against the report: {compare(gap, two - plain)}."
     if exact.values:
         text += f" The same rewrite with the true RMS, minus RMSNorm: {said(exact)}."

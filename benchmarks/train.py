@@ -16,6 +16,7 @@ a vision transformer (``examples/vit.py``) on scikit-learn's digits.
         --rates 1e-3 4e-3 16e-3 64e-3 --tokens 8e6 --corpus corpus.npz --out out/15m
     python benchmarks/train.py vit --variants rmsnorm exact p1 p2 --seeds 0 1 2 3 4 --out out/vit
     python benchmarks/train.py show out/125m
+    python benchmarks/train.py merge out/first out/second --out docs/data/train/125m
     python benchmarks/train.py document   # docs/train.md from the runs in docs/data/train
 
 Exits with 1 where a run that the pass is to rewrite has no rewritten site.
@@ -172,6 +173,16 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
+def merge(args: argparse.Namespace) -> int:
+    from trainlib import runs
+
+    try:
+        print(f"{runs.merge(args.folders, args.out)} runs; {args.out}")
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    return 0
+
+
 def write_document(args: argparse.Namespace) -> int:
     from trainlib import document
 
@@ -216,6 +227,10 @@ def parser() -> argparse.ArgumentParser:
     three = commands.add_parser("show", help="tables of finished runs")
     three.add_argument("folders", type=Path, nargs="+")
     three.set_defaults(command=show)
+    six = commands.add_parser("merge", help="runs of several commands as one folder")
+    six.add_argument("folders", type=Path, nargs="+")
+    six.add_argument("--out", type=Path, required=True, help="folder")
+    six.set_defaults(command=merge)
     four = commands.add_parser("document", help="page and figures from committed runs")
     four.add_argument("--data", type=Path, default=DOCS / "data" / "train", help="their folders")
     four.add_argument("--out", type=Path, default=DOCS / "train.md", help="figures go to img/")

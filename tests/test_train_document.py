@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import shutil
 import sys
 import xml.etree.ElementTree as ET
@@ -131,7 +132,7 @@ def test_sentences_are_what_the_curves_say(made) -> None:
         ) in page
     assert "**exact (fused) minus RMSNorm**: +0.0000 ± 0.0000 nats over 3 pairs: no diff" in page
     mean = np.mean([tail(found["p1", s, 1e-3][0]) for s in range(3)])
-    assert f"p = 1 {mean:.4f}" in page
+    assert f"| p1 | 0.001 | 3 | {mean:.4f} +- " in page
     assert "### Where the difference comes from" in page
     # The one spike that was put in, and what the second half's gradient norms reach.
     most = max(found["p1", s, 1e-3][1][60:].max() for s in range(3))
@@ -274,6 +275,34 @@ def test_no_runs_and_half_a_run(tmp_path, made) -> None:
         train.main(argv)
 
 
+def test_runs_that_diverged_leave_a_page(tmp_path: Path) -> None:
+    """No number is made of them, and those of the other variants stay."""
+    ends = {("p1", 1e-3): "nan", ("rmsnorm", 2e-3): "nan"}
+    save(tmp_path / "125m", "125m", ["rmsnorm", "p1", "p2"], [0, 1], [1e-3], ends, steps=60)
+    save(tmp_path / "moe", "moe", ["rmsnorm", "p2"], [0, 1], [2e-3], ends, steps=60)
+    page = document.page(runs.read(tmp_path))
+    assert page.count("minus RMSNorm**: no number, since a run diverged.\n") == 2
+    assert "| p1 | 0.001 | 2 | nan +- nan | nan | a run diverged |" in page
+    assert re.search(
+        r"\*\*p = 2 minus RMSNorm\*\*: \+0\.0\d+ ± .* On held-out tokens: \+0\.0", page
+    )
+    assert "| a run diverged | – | 0.1M tokens" in reproduce.page(reproduce.DOCS, tmp_path)
+
+
+def test_runs_of_two_commands_become_one_folder(made, tmp_path, capsys) -> None:
+    data, _ = made
+    for seed in (0, 1, 2):
+        save(tmp_path / str(seed), "125m", ["rmsnorm", "p2", "exact", "p1"], [seed], [1e-3])
+    folders = [str(tmp_path / str(seed)) for seed in (0, 1, 2)]
+    assert train.main(["merge", *folders, "--out", str(tmp_path / "125m")]) == 0
+    for name in ("curves.csv", "norms.csv", "runs.json"):
+        assert (tmp_path / "125m" / name).read_text() == (data / "125m" / name).read_text()
+    with pytest.raises(SystemExit, match=r"there more than once: \('rmsnorm', 1, 0\.001\)"):
+        train.main(["merge", folders[1], folders[1], "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=r"1b: plan is .*'steps': 60"):
+        train.main(["merge", folders[0], str(data / "1b"), "--out", str(tmp_path / "out")])
+
+
 @pytest.mark.parametrize("size", ["125m", "15m", "1b", "moe"])
 def test_parameters(size: str) -> None:
     kind = moe.Llama if isinstance(SIZES[size], moe.Sizes) else titan.Llama
@@ -295,7 +324,7 @@ def test_losses_against_the_report() -> None:
         (0.001, -0.001, 0.002): "no: none seen",
         (0.0, 0.02, 0.04): "undecided",
         (0.02,): "undecided",
-        (0.02, math.nan): "a run diverged",
+        (0.02, math.nan): "–",
         (): "–",
     }
     got = {values: claims.compare(Difference(values), 0.026) for values in expected}
@@ -344,10 +373,9 @@ def test_claims_are_those_of_the_committed_results(made) -> None:
     assert len(table) == 15
     for line in table:
         script = line.split("|")[-2].strip()
-        assert script == "–" or all(
-            (ROOT / "benchmarks" / name.strip("` ").split()[0]).exists()
-            for name in script.split(",")
-        ), line
+        links = re.findall(r"\]\(\.\./(\S+)\)", script)
+        assert all((ROOT / name).is_file() for name in links), line
+        assert bool(links) != (script == "–"), line
         # Without a script there is no number of ours.
         assert script != "–" or "| not measured |" in line, line
 

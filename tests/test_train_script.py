@@ -71,6 +71,8 @@ def test_paired_difference() -> None:
     assert results.Difference((0.0101, 0.0102, 0.0103)).verdict == "differs"
     assert results.Difference((0.001, -0.001, 0.0)).verdict == "no difference seen"
     assert results.Difference((0.5,)).verdict == "undecided"
+    lost = results.Difference((0.01, math.nan))
+    assert (str(lost), lost.verdict) == ("a run diverged", "undecided")
 
 
 def test_spikes_are_counted_once_each() -> None:

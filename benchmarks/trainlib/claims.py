@@ -68,7 +68,7 @@ def convergence(s: Sources) -> Row:
         "p = 1 and 2",
         "same",
         "each distribution needs its own constant",
-        "`theory.py`",
+        "[theory.py](../benchmarks/theory.py)",
     )
 
 
@@ -83,7 +83,7 @@ def constants(s: Sources) -> Row:
         "Monte Carlo",
         "same" if abs(ours - REPORTED["constant"]) < 1e-3 else "no",
         "quadrature instead of drawing",
-        "`theory.py`",
+        "[theory.py](../benchmarks/theory.py)",
     )
 
 
@@ -101,7 +101,7 @@ def agreement(s: Sources) -> Row:
         ", ".join(parts),
         "same" if all(same) else "no",
         "squared correlation; in brackets the share of explained variance",
-        "`theory.py`",
+        "[theory.py](../benchmarks/theory.py)",
     )
 
 
@@ -114,16 +114,14 @@ def width(s: Sources) -> Row:
         + f" columns; formula {found[128].predicted:.2%} at 4096",
         "–",
         "standard deviation of a Gaussian row's estimate, p = 2",
-        "`theory.py`",
+        "[theory.py](../benchmarks/theory.py)",
     )
 
 
 def compare(gap: Difference, reported: float) -> str:
     """Whether our interval agrees with a reported difference; undecided as the training page is."""
-    if not gap.values:
+    if not gap.values or not math.isfinite(gap.mean):
         return "–"
-    if not math.isfinite(gap.mean):
-        return "a run diverged"
     if gap.verdict == "undecided":
         return "undecided"
     holds = abs(gap.mean - reported) <= gap.half_width
@@ -139,6 +137,8 @@ def compare(gap: Difference, reported: float) -> str:
 def number(gap: Difference) -> str:
     if not gap.values:
         return "not measured"
+    if not math.isfinite(gap.mean):
+        return "a run diverged"
     if len(gap.values) == 1:
         return f"{signed(gap.mean)}, one pair"
     return f"{signed(gap.mean)} ± {gap.half_width:.4f}, {len(gap.values)} pairs"
@@ -157,7 +157,7 @@ def losses(s: Sources, size: str, name: str) -> list[Row]:
             gap = paired(folder.at(main_rate(folder)), variant)
             ours, same = number(gap), compare(gap, value - plain)
             why = f"{tokens(folder)}, other text; sign and size compare"
-        rows.append((claim, told, ours, same, why, "`train.py document`"))
+        rows.append((claim, told, ours, same, why, "[train.py](../benchmarks/train.py)"))
     return rows
 
 
@@ -208,7 +208,7 @@ def stability(s: Sources) -> Row:
         if {"p1", "p2"} <= rate.keys():
             order = (rate["p1"] > rate["p2"]) - (rate["p1"] < rate["p2"])
             same = {-1: "p = 1 diverges earlier", 0: "not seen at 15M", 1: "no: p = 2 does"}[order]
-    return (claim, told, ours, same, why, "`train.py document`")
+    return (claim, told, ours, same, why, "[train.py](../benchmarks/train.py)")
 
 
 def rounded() -> Row:
@@ -247,7 +247,7 @@ def kernel(s: Sources) -> list[Row]:
         size,
         f"by fusion: with the true RMS it is {exact[SHAPE]:.2f}x; our op left to Inductor "
         f"{inductor[SHAPE]:.2f}x",
-        "`kernels.py`",
+        "[kernels.py](../benchmarks/kernels.py)",
     )
     b = prediction(s)
     second = (
@@ -259,7 +259,7 @@ def kernel(s: Sources) -> list[Row]:
         if b["bytes_ratio"] <= REPORTED["kernel"] <= b["ratio"]
         else "not in that range",
         "arithmetic below",
-        "`blackwell.py`, `kernels.py`",
+        "[blackwell.py](../benchmarks/blackwell.py), [kernels.py](../benchmarks/kernels.py)",
     )
     return [first, second]
 
@@ -284,7 +284,7 @@ def layer(s: Sources) -> list[Row]:
             f"{s.layer['machine']}",
             "not comparable",
             "no MXFP8 matmul on this chip: emulation dequantises our codes in one more kernel",
-            "`layer.py`",
+            "[layer.py](../benchmarks/layer.py)",
         ),
         (
             "The same, NVFP4",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 
 import reproduce
 
@@ -22,7 +21,6 @@ from trainlib.words import (
     accuracies,
     by_rate,
     gaps,
-    listed,
     machines,
     outliers,
     said,
@@ -65,16 +63,17 @@ def setup(found: dict[str, Folder]) -> Lines:
                 f"a byte-level BPE of {about['vocab']:,} ids, of which the last "
                 f"{corpus.VALIDATION:,} are held out; SHA-256 of the ids `{about['sha256'][:16]}`"
             )
+        if "images" in about:
+            parts.append(f"{about['images']:,} images, {about['held_out']:,} of them held out")
         said_of[f"- {'; '.join(parts)}."] = None
     lines += ["**Data**", "", *said_of, ""]
     rows = []
     for name, folder in found.items():
-        count = folder.parameters
-        ratio = None if count is None else folder.tokens / count
-        # What a run on images counts is its own affair; a share of the text would be wrong.
-        share = folder.about["corpus"].get("text_bytes") and folder.tokens / (
-            folder.about["corpus"]["tokens"] - corpus.VALIDATION
-        )
+        count, about = folder.parameters, folder.about["corpus"]
+        # Tokens of images are not worth what those of text are.
+        text_tokens = about["tokens"] - corpus.VALIDATION if "text_bytes" in about else None
+        ratio = folder.tokens / count if count and text_tokens else None
+        share = folder.tokens / text_tokens if text_tokens else None
         rows.append(
             [
                 f"`{name}`",
@@ -94,16 +93,7 @@ def setup(found: dict[str, Folder]) -> Lines:
 def main_runs(folder: Folder, found: dict[str, Folder]) -> Lines:
     rate = main_rate(folder)
     lines = [
-        f"{len(folder.at(rate))} runs at a peak rate of {rate:g}, {seeds(folder)}. "
-        "Final losses in the mean: "
-        + listed(
-            [
-                f"{label(v)} {fmean(map(final, folder.of(v, rate))):.4f}"
-                for v in folder.variants
-                if folder.of(v, rate)
-            ]
-        )
-        + ".",
+        f"{len(folder.at(rate))} runs at a peak rate of {rate:g}, {seeds(folder)}.",
         "",
         *gaps(folder, "tokens"),
         "",

@@ -70,6 +70,11 @@ def spikes(curve: Curve) -> int:
     return len(spike_steps(curve))
 
 
+def deviation(values: Sequence[float]) -> float:
+    """Standard deviation; NaN with one of them, where ``statistics.stdev`` raises."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
 @dataclass(frozen=True)
 class Difference:
     """Mean of paired differences with its 95% interval (Student's t)."""
@@ -85,9 +90,11 @@ class Difference:
         n = len(self.values)
         if n < 2:
             return math.inf
-        return float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(self.values) / math.sqrt(n)
+        return float(stats.t.ppf(0.975, n - 1)) * deviation(self.values) / math.sqrt(n)
 
     def __str__(self) -> str:
+        if not math.isfinite(self.mean):
+            return "a run diverged"
         if len(self.values) < 2:
             return f"{self.mean:+.4f} (one pair)"
         return f"{self.mean:+.4f} +- {self.half_width:.4f}, {self.verdict}"
@@ -185,13 +192,15 @@ def table(about: dict[str, Any], curves: Sequence[Curve]) -> list[str]:
             if not some:
                 continue
             finals = [final(c) for c in some]
-            spread = f" +- {statistics.stdev(finals):.4f}" if len(finals) > 1 else ""
+            spread = f" +- {deviation(finals):.4f}" if len(finals) > 1 else ""
             gap = paired([c for c in curves if c.rate == rate], variant)
             said = "" if variant == "rmsnorm" or not gap.values else str(gap)
             speed = statistics.median(
                 len(c.loss) * plan["batch"] * plan["seq"] / c.seconds for c in some
             )
-            norm = statistics.median(v for c in some for v in c.grad_norm[len(c.grad_norm) // 2 :])
+            norms = [v for c in some for v in c.grad_norm[len(c.grad_norm) // 2 :]]
+            # Of the steps before a run diverged, where it did.
+            norm = statistics.median([v for v in norms if math.isfinite(v)] or [math.nan])
             held = statistics.fmean(c.validation for c in some)
             lines.append(
                 f"| {variant} | {rate:g} | {len(some)} | {statistics.fmean(finals):.4f}{spread} "

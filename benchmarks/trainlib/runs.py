@@ -14,7 +14,7 @@ import numpy as np
 from scipy import stats
 
 from trainlib import results
-from trainlib.loop import SIZES, VARIANTS, Curve
+from trainlib.loop import SIZES, VARIANTS, Curve, Plan
 from trainlib.results import Difference, final
 
 RISE = 0.5  # nats above its own lowest twentieth at which a run that ends counts as diverged
@@ -131,6 +131,46 @@ def join(one: Folder, other: Folder | None) -> Folder:
         if (c.seed, c.rate) in wanted and (c.variant, c.seed, c.rate) not in there
     ]
     return Folder(one.path, one.about, one.curves + more)
+
+
+def merge(folders: Sequence[Path], out: Path) -> int:
+    """Runs of one kind from several commands, written as one folder; how many they are.
+
+    Raises:
+        ValueError: where plans, data or machines differ, or a run is there twice.
+    """
+    found = [Folder(path, *results.load(path)) for path in folders]
+    first = found[0]
+    for other in found[1:]:
+        for name in ("plan", "corpus", "machine", "parameters"):
+            one, two = (f.about.get(name) for f in (first, other))
+            if name == "plan":
+                # The rate of a plan is the first of a command's; each run says its own.
+                one, two = ({**f.plan, "rate": None} for f in (first, other))
+            if one != two:
+                raise ValueError(f"{other.path}: {name} is {two}, in {first.path} {one}")
+    curves = [c for folder in found for c in folder.curves]
+    keys = [(c.variant, c.seed, c.rate) for c in curves]
+    twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
+    if twice:
+        raise ValueError(f"there more than once: {', '.join(map(str, twice))}")
+    known = {k: v for k, v in first.about.items() if k == "parameters"}
+    commands = [f.about["command"] for f in found if "command" in f.about]
+    if commands:
+        known["command"] = "; ".join(dict.fromkeys(commands))
+    results.save(out, Plan(**first.plan), Known(first.about["corpus"]), curves,
+                 first.about["machine"], **known)  # fmt: skip
+    return len(curves)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Data that is described already."""
+
+    about: dict[str, Any]
+
+    def describe(self) -> dict[str, Any]:
+        return self.about
 
 
 # --- curves ---------------------------------------------------------------------------------------

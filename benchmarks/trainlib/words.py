@@ -75,7 +75,8 @@ def gaps(folder: Folder, also: str = "") -> Lines:
             continue
         held = held_out(folder.at(rate), variant)
         sign = "" if len(held.values) < 2 else f" ± {held.half_width:.4f}"
-        beside = f" On held-out {also}: {signed(held.mean)}{sign}." if also else ""
+        known = also and math.isfinite(gap.mean + held.mean)
+        beside = f" On held-out {also}: {signed(held.mean)}{sign}." if known else ""
         lines.append(f"- **{label(variant)} minus RMSNorm**: {said(gap)}.{beside}")
     return lines
 
@@ -99,6 +100,9 @@ def spikes(folder: Folder, rate: float) -> str:
     for variant in folder.variants:
         some = folder.of(variant, rate)
         late = [v for c in some for v in c.grad_norm[len(c.grad_norm) // 2 :]]
+        late = [v for v in late if math.isfinite(v)]
+        if not late:
+            continue
         counts.append(
             f"{label(variant)} {sum(map(results.spikes, some))} in {len(some)} "
             f"{'run' if len(some) == 1 else 'runs'} (gradient norm {statistics.median(late):.3f} "
