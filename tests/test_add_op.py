@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,11 +26,12 @@ from test_op import (
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from mxnorm_pass import reference
 from mxnorm_pass.formats import Cast
-from mxnorm_pass.ops import ADD_OP, OP, rmsnorm_mxquant, rmsnorm_mxquant_colwise
+from mxnorm_pass.ops import ABSMAX_OP, ADD_OP, OP, rmsnorm_mxquant, rmsnorm_mxquant_colwise
 from mxnorm_pass.ops.rmsnorm_mxquant import RMS_KINDS
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
@@ -310,6 +312,69 @@ def test_no_gradient_is_lost() -> None:
     assert torch.equal(x.grad, torch.ones(4, 64))
     with torch.no_grad():
         rmsnorm_mxquant(x)
+
+
+def exact_root(x: Tensor) -> Tensor:
+    return rmsnorm_mxquant(x, rms="exact")[2]
+
+
+def by_dual_numbers(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    with forward_ad.dual_level():
+        call(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        by_dual_numbers,
+        lambda call, x: torch.func.jvp(call, (x,), (torch.ones_like(x),)),
+        lambda call, x: torch.func.jacfwd(call)(x),
+        lambda call, x: torch.func.linearize(call, x),
+    ],
+    ids=["dual", "jvp", "jacfwd", "linearize"],
+)
+def test_no_tangent_is_lost(derive: Callable[..., Any]) -> None:
+    """Forward mode, which ``no_grad`` does not switch off: an error, never a tangent of zero."""
+    x, rstd = torch.randn(32, 64), torch.ones(32, 1)
+    calls = {
+        "rmsnorm_mxquant": exact_root,
+        "add_rmsnorm_mxquant": lambda t: rmsnorm_mxquant(x, residual=t)[2],
+        "rmsnorm_absmax": lambda t: ABSMAX_OP(t, None, None, 1e-6, "p2", 0.4, "f32->f32", 32),
+        "rmsnorm_mxquant_colwise": lambda t: rmsnorm_mxquant_colwise(t, rstd)[1].float(),
+    }
+    for name, call in calls.items():
+        with (
+            pytest.raises(RuntimeError, match=f"mxnorm::{name} has no forward-mode"),
+            torch.no_grad(),
+        ):
+            derive(call, x)
+
+
+def test_a_tangent_of_ones_own() -> None:
+    """Inside an autograd.Function forward mode is off; its jvp is what counts."""
+
+    class Rooted(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return exact_root(x)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+            ctx.save_for_forward(inputs[0], output)
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            x, rstd = ctx.saved_tensors
+            return -(rstd**3) * (x * tangent).mean(-1, keepdim=True)
+
+    x, tangent = torch.randn(4, 64), torch.randn(4, 64)
+    plain = torch.func.jvp(
+        lambda t: torch.rsqrt(t.square().mean(-1, keepdim=True) + 1e-6), (x,), (tangent,)
+    )[1]
+    with forward_ad.dual_level():
+        ours = forward_ad.unpack_dual(Rooted.apply(forward_ad.make_dual(x, tangent))).tangent
+    torch.testing.assert_close(ours, plain)
+    assert float(plain.abs().min()) > 0
 
 
 @pytest.mark.parametrize(

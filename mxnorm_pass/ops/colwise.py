@@ -159,7 +159,7 @@ def rmsnorm_mxquant_colwise(
 
     Raises:
         ValueError: for a shape, dtype, device or name that is not allowed, naming those that are.
-        RuntimeError: where an input requires a gradient: the op has none.
+        RuntimeError: where an input requires a gradient, or has a tangent: the op has neither.
     """
     if not isinstance(cast, str):
         raise ValueError(f"cast {cast!r}: expected a Cast as text, str(cast)")

@@ -312,13 +312,24 @@ def _absmax_fake(x: Tensor, *options: Any) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
+def _has_tangent(tensor: Tensor) -> bool:
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def no_gradient(name: str, *args: Any) -> Any:
     """Refuse to lose a gradient: the pass takes autograd's own formula, and the ops have none."""
-    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise RuntimeError(
             f"mxnorm::{name} has no gradient: call it under torch.no_grad(), or in the forward of "
             "an autograd.Function as mxnorm_pass.reference.MXNormLinear does; compiled by the "
             "backend 'mxnorm', a model's own norm and cast get their straight-through gradient"
+        )
+    if torch._C._is_fwd_grad_enabled() and any(map(_has_tangent, tensors)):
+        raise RuntimeError(
+            f"mxnorm::{name} has no forward-mode derivative (torch.func.jvp, forward_ad): its "
+            "outputs would have a tangent of zero; detach its inputs, or put the call into an "
+            "autograd.Function with a jvp"
         )
     with torch._C._AutoDispatchBelowAutograd():
         return getattr(torch.ops.mxnorm, name).default(*args)
@@ -417,7 +428,7 @@ def rmsnorm_mxquant(
     Raises:
         ValueError: for a shape, dtype, device, number or name that is not allowed, naming those
             that are.
-        RuntimeError: where an input requires a gradient: the op has none.
+        RuntimeError: where an input requires a gradient, or has a tangent: the op has neither.
     """
     if not isinstance(cast, str):
         raise ValueError(f"cast {cast!r}: expected a Cast as text, str(cast)")
