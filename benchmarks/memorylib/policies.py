@@ -124,13 +124,15 @@ def asked() -> Policy:
 def answer(graph: Graph, make: Callable[[], Policy] | None) -> None:
     """Let a policy answer what is on record in the graph; each region gets a policy of its own."""
     policies: dict[int, tuple[Policy, dict[int, Any]]] = {}
+    region = 0
     for node in graph.nodes:
         if make is None:
             node.meta.pop(KEY, None)
             node.meta.pop("ac_graph_id", None)
         elif isinstance(question := node.meta.get(KEY), Question):
-            # Not every torch keeps it on the nodes of an autograd.Function.
-            region = node.meta.get("ac_graph_id", 0)
+            # torch 2.11 does not number the nodes of an autograd.Function: they are in the region
+            # of those in front.
+            region = node.meta.get("ac_graph_id", region)
             if region not in policies:
                 policies[region] = (make(), {})
             policy, answers = policies[region]

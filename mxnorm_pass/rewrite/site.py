@@ -57,6 +57,11 @@ def rewrite_site(
     root = norm.shifted
     _tag(root, norm.mean)
     tags = _decides(site)
+    # torch 2.11 does not number the region of what an autograd.Function runs, as torchao's casts
+    # do: without a number the op would be in another region than the sum in front of the norm.
+    region = root.meta.get("ac_graph_id")
+    if region is not None and "ac_graph_id" not in tags.meta:
+        edit.tag(tags, "ac_graph_id", region)
     rms = config.rms_of(site.path)
     fold = (
         norm.gain is not None
