@@ -15,6 +15,9 @@ import numpy as np
 
 SUFFIXES = (".c", ".h", ".rst", ".S", ".txt", ".py")
 SEED = 20  # of the order of files
+# Longer files are tables of registers that a program wrote, the same line thousands of times: two
+# fifths of the text.
+LONGEST = 150_000
 TOKENIZER_BYTES = 24_000_000
 PART = 1 << 16  # characters that are tokenised at a time
 VALIDATION = 400_000  # tokens at the end that no run trains on
@@ -50,13 +53,17 @@ class Corpus:
 
 
 def texts(archive: Path, limit: int) -> Iterator[str]:
-    """Files of the archive in a random order that the seed fixes, up to ``limit`` bytes."""
+    """Files of the archive in a random order that the seed fixes, up to ``limit`` bytes.
+
+    Without those above ``LONGEST``.
+    """
     with tarfile.open(archive) as tar:
         found = {
             member.name: file.read()
             for member in tar
             if member.isfile()
             and member.name.endswith(SUFFIXES)
+            and member.size <= LONGEST
             and (file := tar.extractfile(member)) is not None
         }
     names = sorted(found)
