@@ -6,6 +6,8 @@ A model is traced once; each policy answers what torch asked while tracing (``me
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import operator
 import sys
@@ -18,6 +20,7 @@ from models import EMULATED, MXFP8Linear, llama, rows
 from numerics import assert_same_bytes
 from test_casts import torchao_dequantised
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from mxnorm_pass import MXNormConfig
@@ -203,6 +206,23 @@ def test_policies_that_name_a_part_of_a_site(policy: str) -> None:
         assert kept == {2, 3} and tags(on) == {policies.SAVE}
     else:
         assert kept == set() and tags(on) == {policies.AGAIN} and on.ops()[1] == SITES
+
+
+def test_a_cast_without_the_number_of_its_region() -> None:
+    """torch 2.11 tags what an autograd.Function runs and does not number it: the norm says where
+    the cast is, and the op takes the sum in as it does elsewhere.
+    """
+    whole = traced(False)
+    joint = GraphModule(whole.joint, copy.deepcopy(whole.joint.graph))
+    tagged = [n for n in joint.graph.nodes if policies.KEY in n.meta]
+    in_function = [n for n in tagged if "mxfp8(y) @ mxfp8(w)" in n.meta["stack_trace"]]
+    assert 100 < len(in_function) < len(tagged)
+    for node in in_function:
+        node.meta.pop("ac_graph_id", None)
+    bare = dataclasses.replace(whole, joint=joint)
+    on = halves(bare, ALL["saves all"], CONFIGS["estimate"])
+    assert check(on, result("estimate", False), SITES) == {2, 3}
+    assert [s.spec["residual"] for s in on.report.sites] == [False, True]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.5])
