@@ -103,7 +103,9 @@ def build(s: Sizes, seed: int = 0, device: str = "cpu") -> VisionTransformer:
     for p in model.parameters():
         if p.dim() > 1:
             nn.init.trunc_normal_(p, std=0.02)
-    nn.init.trunc_normal_(model.patches.weight, std=s.patch**-1.0)
+    # Patches and positions of the same size: the mean over tokens knows nothing of places else.
+    nn.init.trunc_normal_(model.patches.weight, std=1 / s.patch)
+    nn.init.trunc_normal_(model.positions, std=0.5)
     titan.quantise(model, device)
     return model.to(device)
 
