@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import time
@@ -35,8 +36,11 @@ SIZES = {
         dim=64, ffn=64, heads=2, kv_heads=1, layers=2, vocab=512, experts=4, slack=1.0
     ),
 }
+# The same experts as linears of their own: five times as many nodes, for comparison.
+SIZES["moe-linears"] = dataclasses.replace(SIZES["moe"], grouped=False)
 SITES_PER_BLOCK = 2
-RATES = {"125m": 1e-3, "15m": 2e-3, "1b": 3e-4, "tiny": 3e-3, "moe": 2e-3, "moe-tiny": 3e-3}
+RATES = {"125m": 1e-3, "15m": 2e-3, "1b": 3e-4, "tiny": 3e-3}
+RATES |= {"moe": 2e-3, "moe-linears": 2e-3, "moe-tiny": 3e-3}
 
 # Backends of torch.compile, and norms in plain PyTorch (power, constant) that it does not rewrite.
 REWRITTEN = {
