@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 from mxnorm_pass.config import MXNormConfig, ids_in, unmatched
 from mxnorm_pass.recognise import Declined, Found
@@ -11,6 +13,10 @@ from mxnorm_pass.report import GraphReport, Report, SiteReport
 
 DISABLE = "MXNORM_DISABLE"
 OFF = "MXNORM_OFF"
+
+GAUSSIAN = (
+    "Gaussian constant: a checkpoint trained with RMSNorm wants mxnorm_exact or a calibration"
+)
 
 # So many norms are named, where a calibration file has constants for more that are not there.
 _NAMED = 3
@@ -75,11 +81,13 @@ class Remarks:
     """Fills a report graph by graph, and keeps its warnings about the options true.
 
     A choice may be answered in any graph that was compiled under it, so what a report says about
-    choices is what all its graphs together leave unanswered.
+    choices is what all its graphs together leave unanswered. ``advise``: of estimates in inference
+    too, in the report and once as a Python warning.
     """
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, *, advise: bool = True) -> None:
         self._report = report
+        self._advise = advise
         self._under: dict[MXNormConfig, list[GraphReport]] = {}
         self._said: list[str] = []
 
@@ -87,10 +95,15 @@ class Remarks:
         """Append graphs that were compiled under ``config``."""
         self._report.graphs.extend(graphs)
         self._under.setdefault(config, []).extend(graphs)
-        lines = (line for item in self._under.items() for line in _remarks(*item))
+        lines = [line for item in self._under.items() for line in _remarks(*item)]
+        if self._advise and any(_wants_exact(*item) for item in self._under.items()):
+            lines.append(GAUSSIAN)
         kept = [line for line in self._report.warnings if line not in self._said]
         self._said = list(dict.fromkeys(lines))
         self._report.warnings[:] = [*kept, *self._said]
+        if self._advise and _wants_exact(config, graphs):
+            # Not by the pass, which torch does not call for a graph from its cache.
+            warn_once(f"mxnorm: this inference graph estimates the RMS. {GAUSSIAN}")
 
 
 def _remarks(config: MXNormConfig, graphs: Sequence[GraphReport]) -> list[str]:
@@ -99,6 +112,22 @@ def _remarks(config: MXNormConfig, graphs: Sequence[GraphReport]) -> list[str]:
         # What sites a graph has that the pass failed on is not known.
         return []
     return idle(config, (site.norm for site in sites), (site.id for site in sites))
+
+
+def _wants_exact(config: MXNormConfig, graphs: Sequence[GraphReport]) -> bool:
+    """Whether rows of a model that is in use are estimated with a constant not fitted to them."""
+    return config.correction == "gaussian" and any(
+        site.spec.get("rms") in ("p1", "p2")
+        for graph in graphs
+        if not graph.training
+        for site in graph.sites
+    )
+
+
+@cache
+def warn_once(message: str) -> None:
+    """A Python warning, at the first call with this message."""
+    warnings.warn(message, stacklevel=2)
 
 
 def _off_outside() -> list[str]:

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -50,9 +49,12 @@ class MXNormPass(CustomGraphPass):
         config: the options.
         previous: passes that were on the hook before; they run first.
         report: what was done, one entry per graph, kept across calls.
+        advises: whether to warn of what a checkpoint trained with RMSNorm wants.
         places: module paths of the graph that is about to be compiled, where somebody knows them:
             torch's keys leave them out, and choices by path depend on them.
     """
+
+    advises = True
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class MXNormPass(CustomGraphPass):
         self.config = config or MXNormConfig()
         self.previous = tuple(previous)
         self.report = Report()
-        self._remarks = Remarks(self.report)
+        self._remarks = Remarks(self.report, advise=self.advises)
         self.places: tuple[str, ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MXNormPass:
@@ -234,12 +236,6 @@ class MXNormPass(CustomGraphPass):
     def _announce(self, result: GraphReport) -> None:
         log.info("%s", result.summary())
         log.debug("%s", Report([result]))
-        estimated = any(site.spec.get("rms") in ("p1", "p2") for site in result.sites)
-        if estimated and self.config.correction == "gaussian" and not result.training:
-            _warn_once(
-                "mxnorm: this inference graph estimates the RMS with the constant of Gaussian "
-                "rows; a checkpoint trained with RMSNorm wants mxnorm_exact or a calibration"
-            )
 
     def uuid(self) -> Any | None:
         """Identity for torch's compile caches: sources, options, calibration, and earlier passes.
@@ -361,8 +357,3 @@ def _sources() -> bytes:
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
     return digest.digest()
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)

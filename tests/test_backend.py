@@ -201,18 +201,22 @@ def test_disable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(block, x, training=False).report.rewritten == 1
 
 
-def test_gaussian_inference_warns_once() -> None:
-    from mxnorm_pass import graph_pass
+def test_gaussian_inference_warns_once(tmp_path: Path) -> None:
+    """And is in the report, where a warning that was shown elsewhere, or filtered, is not lost."""
+    from mxnorm_pass import choices
 
     block, x = inference_block("llama", widths=(64,)), rows(64, 128)
-    graph_pass._warn_once.cache_clear()
+    choices.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="mxnorm_exact or a calibration"):
-        run(block, x, training=False)
-    graph_pass._warn_once.cache_clear()
+        assert run(block, x, training=False).report.warnings == [choices.GAUSSIAN]
+    choices.warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="mxnorm")
-        run(block, x, training=False, config=MXNormConfig(rms="exact"))
-        run(training_block("llama", widths=(64,)), x)
+        fitted = tmp_path / "c.json"
+        fitted.write_text('{"p": 2, "sites": {"norm": 0.4}}')
+        for config in (MXNormConfig(rms="exact"), MXNormConfig(correction=str(fitted))):
+            assert not run(block, x, training=False, config=config).report.warnings
+        assert not run(training_block("llama", widths=(64,)), x).report.warnings
 
 
 def test_other_passes_stay_on_the_hook() -> None:
@@ -352,6 +356,7 @@ SCRIPT = textwrap.dedent(
     ours = mxnorm_pass.backend(**options)
     with torch.no_grad():
         torch.compile(inference_block("llama", widths=(64,)), backend=ours)(rows(64, 128))
+    assert len(ours.report.warnings) == 1, "estimated in inference, from the cache as well"
     print(json.dumps([[g.from_cache, g.rewritten] for g in ours.report.graphs]))
     """
 )

@@ -65,6 +65,9 @@ class Observer(Protocol):
 class _TapPass(MXNormPass):
     """The pass, with each op told which site it stands for."""
 
+    # That is for those who compile.
+    advises = False
+
     def _absorb(self, graph: Graph, op: Node, edits: Sequence[Any]) -> bool:
         """Called once per rewritten site: the sum in front stays outside, so that the op's own
         operand is the row.
@@ -79,9 +82,6 @@ class _TapPass(MXNormPass):
         for op, site in zip(self._ops, rewritten, strict=result.failure is None):
             op.meta[SITE] = site
         return result
-
-    def _announce(self, result: GraphReport) -> None:
-        """The warning about Gaussian constants is for those who compile."""
 
 
 class Tapped(AbstractContextManager["Tapped"]):
