@@ -52,6 +52,8 @@ PASSES: dict[str, dict[str, Any]] = {
     "exact": {"rms": "exact"},
     "estimate": {},
 }
+ALONE = "one process"  # the plan that the others are compared to
+PLANS = ("FSDP2", "TP+SP", "FSDP2, TP+SP")
 SITES = 2  # of a graph: blocks share one, but for the first behind a sharded embedding
 # Relative, of a loss: sums in another order, in bfloat16, are worth 2^-8 of a term.
 NOISE = 0.01
@@ -59,7 +61,7 @@ NOISE = 0.01
 
 def plans(world: int) -> dict[str, tuple[int, int]]:
     """Ranks of data parallel and of tensor parallel. FSDP2 over one rank sets the precision."""
-    made = {"one process": (1, 1), "FSDP2": (world, 1), "TP+SP": (1, world)}
+    made = {ALONE: (1, 1), "FSDP2": (world, 1), "TP+SP": (1, world)}
     if world >= 4:
         made["FSDP2, TP+SP"] = (world // 2, 2)
     return {name: p for name, p in made.items() if SIZES.kv_heads % p[1] == 0}
@@ -173,17 +175,6 @@ def run(rank: int, args: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(args.seed)
     shape = (args.batch, args.seq + 1)
     tokens = torch.randint(0, args.sizes.vocab, shape, generator=generator)
-    results: dict[str, Any] = {}
-    for name, plan in plans(world).items():
-        for kind in args.passes:
-            if CUDA:
-                torch.cuda.reset_peak_memory_stats()
-            results[f"{name} | {kind}"] = got = measure(plan, PASSES[kind], args, tokens)
-            if rank == 0:
-                line = f"{name:<13} {kind:<12} {got['ms']:9.2f} ms  loss {got['losses'][-1]:.5f}"
-                print(line, [r["rewritten"] for r in got["ranks"]], flush=True)
-    if rank:
-        return
     about = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if CUDA else "CPU",
@@ -195,13 +186,27 @@ def run(rank: int, args: argparse.Namespace) -> None:
         "ac": args.ac,
         "seed": args.seed,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+    results: dict[str, Any] = {}
+    for name, plan in plans(world).items():
+        if name not in (ALONE, *args.plans):
+            continue
+        for kind in args.passes:
+            if CUDA:
+                torch.cuda.reset_peak_memory_stats()
+            results[f"{name} | {kind}"] = got = measure(plan, PASSES[kind], args, tokens)
+            if rank == 0:
+                line = f"{name:<13} {kind:<12} {got['ms']:9.2f} ms  loss {got['losses'][-1]:.5f}"
+                print(line, [r["rewritten"] for r in got["ranks"]], flush=True)
+                # After each, so that what ran is not lost with what did not.
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(
+                    json.dumps({"about": about, "results": results}, indent=1) + "\n"
+                )
 
 
 def agreement(results: dict[str, Any], name: str) -> float:
     """Largest relative distance of a loss from that of one process, same pass."""
-    alone = results["one process | " + name.split(" | ")[1]]["losses"]
+    alone = results[f"{ALONE} | " + name.split(" | ")[1]]["losses"]
     losses = torch.tensor([results[name]["losses"], alone], dtype=torch.float64)
     return float((losses[0] / losses[1] - 1).abs().max())  # NaN where a loss is
 
@@ -225,7 +230,7 @@ def table(data: dict[str, Any]) -> str:
             f"{r['rewritten']} of {r['sites']} in {r['graphs']}" for r in got["ranks"]
         )
         sent = ", ".join(f"{k} {v / 1e6:.3g}" for k, v in sorted(got["bytes"].items())) or "none"
-        away = f"{agreement(results, name):.1e}" if plan != "one process" else ""
+        away = f"{agreement(results, name):.1e}" if plan != ALONE else ""
         lines.append(f"| {plan} | {kind} | {sites} | {got['ms']} | {sent} | {away} |")
     return "\n".join(lines)
 
@@ -255,6 +260,8 @@ def main() -> int:
     # Full checkpointing of a compiled block fails under tensor parallel in torch 2.13 itself.
     parser.add_argument("--ac", choices=("none", "selective"), default="none")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    text = f"beside {ALONE}, as far as the ranks allow (default all)"
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=PLANS, help=text)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2, help="processes, where torchrun made none")
     parser.add_argument("--out", type=Path, default=ROOT / "build/distributed.json")
