@@ -3,7 +3,8 @@ and without, under every policy of activation checkpointing.
 
     python benchmarks/memory.py --out docs/memory.json --write docs/memory.md      # on a CPU
     python benchmarks/memory.py --device cuda --out memory.json                     # on a GPU
-    python benchmarks/memory.py --results docs/memory.json --write docs/memory.md
+    python benchmarks/memory.py --results docs/memory.json docs/data/memory-h200.json \
+        --write docs/memory.md
 
 On a CPU graphs run op by op, at a smaller width; on a GPU each policy is compiled, at the width of
 Llama 3 8B. Exits with 1 where a site was not rewritten.
@@ -246,17 +247,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     out = Path(tempfile.gettempdir()) / "memory.json"
     parser.add_argument("--out", type=Path, default=out)
-    parser.add_argument("--results", type=Path, help="do not measure, read this file")
+    parser.add_argument("--results", type=Path, nargs="+", help="do not measure, read these files")
     parser.add_argument("--write", type=Path, help="write the results as a document")
     args = parser.parse_args()
     status = 0
     if not args.results:
         status = measure(args)
-        args.results = args.out
+        args.results = [args.out]
     if args.write:
         from memorylib.document import document
 
-        args.write.write_text(document(json.loads(args.results.read_text())))
+        args.write.write_text(document([json.loads(p.read_text()) for p in args.results]))
     return status
 
 

@@ -9,14 +9,19 @@ VARIANTS = {None: "unrewritten", "exact": "true RMS", "estimate": "estimate"}
 
 _HEAD = """# Memory and activation checkpointing
 
-{machine}, torch {torch}. Output of `benchmarks/memory.py`: one decoder layer of Llama 3's form
-(hidden {hidden_size}, feed-forward {intermediate_size}, {num_attention_heads} heads over
-{num_key_value_heads}), bfloat16, one sequence of {tokens} tokens, torchao's `MXFP8Linear`
-(emulated), two sites.
+Output of `benchmarks/memory.py`: one decoder layer of Llama 3's form, bfloat16, torchao's
+`MXFP8Linear` (emulated), two sites, with the pass and without.
+"""
+
+_RUN = """
+## {machine}
+
+torch {torch}; hidden {hidden_size}, feed-forward {intermediate_size}, {num_attention_heads} heads
+over {num_key_value_heads}; one sequence of {tokens} tokens.
 """
 
 _EAGER = """
-There is no GPU in this measurement. The layer is traced once through Dynamo and AOTAutograd, each
+The layer is traced once through Dynamo and AOTAutograd, each
 policy answers what torch's selective checkpointing asked, the pass is applied and the graph is
 cut by the partitioner that Inductor uses. Bytes saved are those of the forward graph's outputs
 for the backward, without the layer's own input (the residual stream keeps that) and parameters.
@@ -29,7 +34,9 @@ What it shows is the difference that the pass makes on this route.
 _COMPILED = """
 Each policy is compiled by itself with `torch.compile`. Bytes saved are what the allocator holds
 after the forward beyond parameters, input and output; the peak is the most that it held in a
-step, beyond parameters and input.
+step, beyond parameters and input. Each line is one step of one process. What lines differ by is
+multiples of 2^19 bytes; an activation's scales are 2^20, as are attention's saved logarithms: which
+of them it is was not established.
 """
 
 _TAIL = """
@@ -86,14 +93,18 @@ def _mb(value: float) -> str:
     return f"{value / 1e6:.3f}"
 
 
-def document(result: dict[str, Any]) -> str:
+def document(results: list[dict[str, Any]]) -> str:
     """The page.
 
     Args:
-        result: what ``benchmarks/memory.py`` wrote.
+        results: what runs of ``benchmarks/memory.py`` wrote, in the order of the page.
     """
+    return "".join([_HEAD, *map(_run, results), _TAIL])
+
+
+def _run(result: dict[str, Any]) -> str:
     compiled = result["route"] == "compile"
-    text = [_HEAD.format(**result, **result["sizes"]), _COMPILED if compiled else _EAGER]
+    text = [_RUN.format(**result, **result["sizes"]), _COMPILED if compiled else _EAGER]
     text.append(
         "\n| policy | model | MB saved | MB peak | ops in the backward | sites |"
         "\n|---|---|---|---|---|---|"
@@ -109,10 +120,13 @@ def document(result: dict[str, Any]) -> str:
             "–" if entry["config"] is None else str(entry["rewritten"]),
         ]
         text.append("\n| " + " | ".join(cells) + " |")
-    worse = result["worse"]
     text.append("\n\n")
-    if worse:
-        text.append("More than unrewritten under the same policy: " + "; ".join(worse) + ".\n")
+    peaks = [entry["peak"] for entry in result["entries"]]
+    if compiled:
+        text.append(f"All peaks lie within {max(peaks) / min(peaks) - 1:.2%} of each other.\n\n")
+    if result["worse"]:
+        text.append("More than unrewritten under the same policy:\n\n")
+        text += [f"- {line}\n" for line in result["worse"]]
     else:
         text.append("Under no policy is more saved, or the peak higher, than unrewritten.\n")
-    return "".join([*text, _TAIL])
+    return "".join(text)
