@@ -38,6 +38,27 @@ def test_an_estimated_norm_is_the_reference() -> None:
     torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_projected_gradient_leaves_the_length_of_a_row_alone() -> None:
+    """The straight-through one does not, by the formula in the docstring."""
+    x = torch.randn(5, 64, dtype=torch.float64).float().requires_grad_()
+    x.data[0, 3] = 20.0
+    norm = nn.RMSNorm(64, eps=0.0)
+    nn.init.normal_(norm.weight, 1.0, 0.3)
+    dy = torch.randn(5, 64)
+    straight, projected = (
+        norms.EstimatedNorm(norm, 2, "gaussian", gradient)(x)
+        for gradient in ("straight", "projected")
+    )
+    torch.testing.assert_close(projected, straight, rtol=2e-6, atol=1e-6)
+    along = [(x * torch.autograd.grad(y, x, dy)[0]).sum(-1) for y in (straight, projected)]
+    rho = reference.rstd(x.detach(), 0.0, "p2")
+    shrink = 1 - rho.square() * x.square().mean(-1, keepdim=True)
+    expected = (rho * (x * dy * norm.weight).sum(-1, keepdim=True) * shrink).squeeze(-1)
+    torch.testing.assert_close(along[0], expected, rtol=1e-4, atol=1e-4)
+    assert float(expected.detach()[0].abs()) > 0.1
+    assert float(along[1].detach().abs().max()) < 1e-4
+
+
 def test_constants_that_follow_the_rows() -> None:
     """Rows of equal elements have a ratio of 1, which a Gaussian constant does not."""
     x = torch.ones(4, 64)

@@ -21,6 +21,7 @@ LABELS = {
     "p2-calibrated": "p = 2 (calibrated c)",
     "p2-running": "p = 2 (running c)",
     "p2-learnt": "p = 2 (learnt c)",
+    "p2-projected": "p = 2 (projected gradient)",
     "p4": "p = 4",
 }
 COLOURS = {
@@ -31,9 +32,10 @@ COLOURS = {
     "p2-calibrated": "C2",
     "p2-running": "C4",
     "p2-learnt": "C5",
+    "p2-projected": "C6",
     "p4": "C3",
 }
-MARKS = "os^Dv<>P"
+MARKS = "os^Dv<>PX"
 FEW = 3  # variants whose bands can be told apart
 STYLES = ("-", "--", "-.", ":")
 STATISTICS = {

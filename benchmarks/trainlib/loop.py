@@ -42,16 +42,18 @@ SITES_PER_BLOCK = 2
 RATES = {"125m": 1e-3, "15m": 2e-3, "1b": 3e-4, "tiny": 3e-3}
 RATES |= {"moe": 2e-3, "moe-linears": 2e-3, "moe-tiny": 3e-3}
 
-# Backends of torch.compile, and norms in plain PyTorch (power, constant) that it does not rewrite.
+# Backends of torch.compile, and norms in plain PyTorch (power, constant, gradient) that it does not
+# rewrite.
 REWRITTEN = {
     "exact": {"rms": "exact"},
     "p1": {"p": 1},
     "p2": {"p": 2},
 }
-MODULES = {
+MODULES: dict[str, tuple[Any, ...]] = {
     "p2-calibrated": (2, "calibrated"),
     "p2-running": (2, "running"),
     "p2-learnt": (2, "learnt"),
+    "p2-projected": (2, "gaussian", "projected"),
     "p4": (4, "gaussian"),
 }
 VARIANTS = ("rmsnorm", *REWRITTEN, *MODULES)

@@ -23,12 +23,17 @@ class EstimatedNorm(nn.Module):
         p: power of the mean of block maxima.
         constant: ``gaussian``, c(p, 32) of Gaussian rows; ``calibrated``, the mean ratio of the
             first batch, kept; ``running``, its moving average; ``learnt``, a parameter.
+        gradient: ``straight``, straight-through: RMSNorm's formula with the estimated root in the
+            place of the true one, the op's. Of a row whose estimate is off it keeps a part along
+            the row, ``rho * (x.u) * (1 - rms^2 / estimate^2)``, though no scale of the row changes
+            the output. ``projected`` has none: RMSNorm's gradient times estimated over true root.
     """
 
-    def __init__(self, norm: nn.RMSNorm, p: int, constant: str) -> None:
+    def __init__(self, norm: nn.RMSNorm, p: int, constant: str, gradient: str = "straight") -> None:
         super().__init__()
         assert norm.eps is not None
         self.weight, self.eps, self.p, self.constant = norm.weight, norm.eps, p, constant
+        self.gradient = gradient
         start = torch.tensor(theory.correction(p, BLOCK), device=norm.weight.device).log()
         if constant == "learnt":
             self.log_c = nn.Parameter(start)
@@ -49,13 +54,17 @@ class EstimatedNorm(nn.Module):
                 self.log_c.lerp_(ratio, first + (1 - first) * later)
                 self.steps.add_(1)
         estimate = (self.log_c.exp() * power_mean).square()
+        if self.gradient == "projected":
+            root = torch.rsqrt(square + self.eps)
+            y = rows * root * (torch.rsqrt(estimate + self.eps) / root).detach()
+            return y.to(x.dtype) * self.weight
         # The estimate's value; towards the row, the gradient of the true mean of squares.
         y = rows * torch.rsqrt(estimate + (square - square.detach()) + self.eps)
         return y.to(x.dtype) * self.weight
 
 
-def replace_norms(blocks: nn.Module, p: int, constant: str) -> int:
-    """Every RMSNorm below ``blocks``; how many they were."""
+def replace_norms(blocks: nn.Module, p: int, constant: str, gradient: str = "straight") -> int:
+    """Every RMSNorm below ``blocks`` by an :class:`EstimatedNorm`; how many they were."""
     found = [
         (parent, name, child)
         for parent in blocks.modules()
@@ -63,5 +72,5 @@ def replace_norms(blocks: nn.Module, p: int, constant: str) -> int:
         if isinstance(child, nn.RMSNorm)
     ]
     for parent, name, child in found:
-        setattr(parent, name, EstimatedNorm(child, p, constant))
+        setattr(parent, name, EstimatedNorm(child, p, constant, gradient))
     return len(found)
