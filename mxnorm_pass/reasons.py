@@ -121,8 +121,10 @@ class Decline(Exception):
     """A site that is left as it is. ``reason`` is a key of :data:`REASONS`.
 
     ``computed`` and ``expected`` are given where something came near: what the node computes, and
-    what it would have to.
+    what it would have to. ``norm`` is the module path of the norm, where that was found before.
     """
+
+    norm: str = ""
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from test_casts import Straight, torchao_dequantised, traced
 from torch import Tensor, nn
 from tracing import assert_fake_values, rewrite, trace
 
+import mxnorm_pass
 from mxnorm_pass import MXNormConfig
 from mxnorm_pass.ops import OP
 
@@ -163,3 +164,23 @@ def test_norm_of_a_norm() -> None:
     assert [s.status for s in got.sites] == ["rewritten"]
     before, after = got.runs(*inputs)
     assert_same_bytes(after.outputs[0], before.outputs[0])
+
+
+@pytest.mark.parametrize("pick", ["index", "chunk", "none"])
+def test_a_norm_that_is_left_out_goes_by_its_own_name(pick: str) -> None:
+    """Not by that of the module which picks the rows, or casts them: choices are by the norm."""
+
+    class Picked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = inference_block("llama", K, (32,))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.block.norm(x).float().to(x.dtype)
+            return self.block.linears[0](PICKS[pick](y, ORDER) if pick in PICKS else y)
+
+    config = MXNormConfig(exclude=("block.norm",))
+    report = mxnorm_pass.explain(Picked(), rows(M, K), training=False, config=config)
+    (site,) = report.sites
+    assert (site.norm, site.reason) == ("block.norm", "excluded"), report
+    assert "matches no norm" not in str(report)

@@ -337,8 +337,19 @@ def _recognise(site: CastSite, config: MXNormConfig) -> _Recognised | None:
     if found is None:
         return None
     norm, moves = found
-    k = check_rows(site)
     path = module_path(norm.mean)
+    try:
+        return _of_norm(site, norm, moves, path, config)
+    except Decline as decline:
+        # Choices name the norm, which need not be where the cast's source was made.
+        decline.norm = path
+        raise
+
+
+def _of_norm(
+    site: CastSite, norm: NormSpec, moves: tuple[Node, ...], path: str, config: MXNormConfig
+) -> _Recognised:
+    k = check_rows(site)
     if not config.selects(path):
         raise Decline("excluded", f"{path} is left out by include/exclude")
     spec = recognise_cast(site)
@@ -373,7 +384,7 @@ def _decline(found: Found, site: CastSite, why: Decline) -> None:
     """Note a site that stays; casts of one norm with one reason make one entry."""
     read = readers(site.codes) if site.codes else Consumers((), ())
     names = list(dict.fromkeys(module_path(m) for m in read.matmuls))
-    path = module_path(site.source)
+    path = why.norm or module_path(moves.rows_behind(site.source)[0])
     for known in found.declined:
         if (known.path, known.reason) == (path, why.reason) and path:
             known.consumers.extend(n for n in names if n not in known.consumers)
