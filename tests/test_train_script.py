@@ -20,7 +20,7 @@ import train
 from trainlib import corpus, norms, results
 from trainlib.loop import Curve, Plan
 
-from mxnorm_pass import reference
+from mxnorm_pass import reference, theory
 
 
 def test_an_estimated_norm_is_the_reference() -> None:
@@ -38,25 +38,33 @@ def test_an_estimated_norm_is_the_reference() -> None:
     torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_projected_gradient_leaves_the_length_of_a_row_alone() -> None:
-    """The straight-through one does not, by the formula in the docstring."""
+def test_gradients_that_leave_the_length_of_a_row_alone() -> None:
+    """Projected and own ones do; the straight-through one does not, by the docstring's formula."""
     x = torch.randn(5, 64, dtype=torch.float64).float().requires_grad_()
     x.data[0, 3] = 20.0
     norm = nn.RMSNorm(64, eps=0.0)
     nn.init.normal_(norm.weight, 1.0, 0.3)
     dy = torch.randn(5, 64)
-    straight, projected = (
-        norms.EstimatedNorm(norm, 2, "gaussian", gradient)(x)
-        for gradient in ("straight", "projected")
-    )
-    torch.testing.assert_close(projected, straight, rtol=2e-6, atol=1e-6)
-    along = [(x * torch.autograd.grad(y, x, dy)[0]).sum(-1) for y in (straight, projected)]
+    kinds = ("straight", "projected", "own")
+    ys = [norms.EstimatedNorm(norm, 2, "gaussian", kind)(x) for kind in kinds]
+    for y in ys[1:]:
+        torch.testing.assert_close(y, ys[0], rtol=2e-6, atol=1e-6)
+    along = [(x * torch.autograd.grad(y, x, dy)[0]).sum(-1) for y in ys]
     rho = reference.rstd(x.detach(), 0.0, "p2")
     shrink = 1 - rho.square() * x.square().mean(-1, keepdim=True)
     expected = (rho * (x * dy * norm.weight).sum(-1, keepdim=True) * shrink).squeeze(-1)
     torch.testing.assert_close(along[0], expected, rtol=1e-4, atol=1e-4)
     assert float(expected.detach()[0].abs()) > 0.1
-    assert float(along[1].detach().abs().max()) < 1e-4
+    assert float(torch.stack(along[1:]).detach().abs().max()) < 1e-4
+    # The own one by the chain rule: d(estimate^2)/dx is 2 c^2/K m_k at the largest of each block.
+    u, flat = dy * norm.weight, x.detach()
+    largest = torch.zeros(5, 2, 32).scatter_(
+        -1, flat.unflatten(-1, (2, 32)).abs().argmax(-1, keepdim=True), 1.0
+    )
+    at = (largest.flatten(1) * flat) * theory.correction(2, 32) ** 2 / 2
+    (own,) = torch.autograd.grad(norms.EstimatedNorm(norm, 2, "gaussian", "own")(x), x, dy)
+    chain = rho * u - rho**3 * (flat * u).sum(-1, keepdim=True) * at
+    torch.testing.assert_close(own, chain, rtol=1e-4, atol=1e-5)
 
 
 def test_constants_that_follow_the_rows() -> None:

@@ -22,6 +22,7 @@ LABELS = {
     "p2-running": "p = 2 (running c)",
     "p2-learnt": "p = 2 (learnt c)",
     "p2-projected": "p = 2 (projected gradient)",
+    "p2-own": "p = 2 (own gradient)",
     "p4": "p = 4",
 }
 COLOURS = {
@@ -33,9 +34,10 @@ COLOURS = {
     "p2-running": "C4",
     "p2-learnt": "C5",
     "p2-projected": "C6",
+    "p2-own": "C8",
     "p4": "C3",
 }
-MARKS = "os^Dv<>PX"
+MARKS = "os^Dv<>PXh"
 FEW = 3  # variants whose bands can be told apart
 STYLES = ("-", "--", "-.", ":")
 STATISTICS = {

@@ -54,6 +54,7 @@ MODULES: dict[str, tuple[Any, ...]] = {
     "p2-running": (2, "running"),
     "p2-learnt": (2, "learnt"),
     "p2-projected": (2, "gaussian", "projected"),
+    "p2-own": (2, "gaussian", "own"),
     "p4": (4, "gaussian"),
 }
 VARIANTS = ("rmsnorm", *REWRITTEN, *MODULES)

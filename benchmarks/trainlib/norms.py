@@ -27,6 +27,7 @@ class EstimatedNorm(nn.Module):
             place of the true one, the op's. Of a row whose estimate is off it keeps a part along
             the row, ``rho * (x.u) * (1 - rms^2 / estimate^2)``, though no scale of the row changes
             the output. ``projected`` has none: RMSNorm's gradient times estimated over true root.
+            ``own``: the function's own, through the largest element of each block.
     """
 
     def __init__(self, norm: nn.RMSNorm, p: int, constant: str, gradient: str = "straight") -> None:
@@ -44,7 +45,8 @@ class EstimatedNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.float()
         square = rows.square().mean(-1, keepdim=True)
-        blocks = rows.detach().unflatten(-1, (-1, BLOCK)).abs().amax(-1)
+        maxima = rows if self.gradient == "own" else rows.detach()
+        blocks = maxima.unflatten(-1, (-1, BLOCK)).abs().amax(-1)
         power_mean = blocks.pow(self.p).mean(-1, keepdim=True).pow(1 / self.p)
         if self.constant in ("running", "calibrated") and self.training:
             with torch.no_grad():
@@ -58,6 +60,8 @@ class EstimatedNorm(nn.Module):
             root = torch.rsqrt(square + self.eps)
             y = rows * root * (torch.rsqrt(estimate + self.eps) / root).detach()
             return y.to(x.dtype) * self.weight
+        if self.gradient == "own":
+            return (rows * torch.rsqrt(estimate + self.eps)).to(x.dtype) * self.weight
         # The estimate's value; towards the row, the gradient of the true mean of squares.
         y = rows * torch.rsqrt(estimate + (square - square.detach()) + self.eps)
         return y.to(x.dtype) * self.weight
