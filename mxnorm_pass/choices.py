@@ -93,14 +93,18 @@ class Remarks:
 
     def add(self, config: MXNormConfig, graphs: Sequence[GraphReport]) -> None:
         """Append graphs that were compiled under ``config``."""
+        # Of graphs that somebody took out of the report nothing is said any more.
+        kept = {id(graph) for graph in self._report.graphs}
+        for those in self._under.values():
+            those[:] = [graph for graph in those if id(graph) in kept]
         self._report.graphs.extend(graphs)
         self._under.setdefault(config, []).extend(graphs)
         lines = [line for item in self._under.items() for line in _remarks(*item)]
         if self._advise and any(_wants_exact(*item) for item in self._under.items()):
             lines.append(GAUSSIAN)
-        kept = [line for line in self._report.warnings if line not in self._said]
+        others = [line for line in self._report.warnings if line not in self._said]
         self._said = list(dict.fromkeys(lines))
-        self._report.warnings[:] = [*kept, *self._said]
+        self._report.warnings[:] = [*others, *self._said]
         if self._advise and _wants_exact(config, graphs):
             # Not by the pass, which torch does not call for a graph from its cache.
             warn_once(f"mxnorm: this inference graph estimates the RMS. {GAUSSIAN}")

@@ -219,6 +219,18 @@ def test_gaussian_inference_warns_once(tmp_path: Path) -> None:
         assert not run(training_block("llama", widths=(64,)), x).report.warnings
 
 
+def test_a_cleared_report_says_nothing_of_what_was_in_it() -> None:
+    from mxnorm_pass import choices
+
+    ours = backend(inner="eager")
+    with torch.no_grad():
+        torch.compile(inference_block("llama", widths=(64,)), backend=ours)(rows(64, 128))
+    assert ours.report.warnings == [choices.GAUSSIAN]
+    ours.report.graphs.clear()
+    torch.compile(training_block("llama", widths=(64,)), backend=ours)(rows(64, 128))
+    assert ours.report.rewritten == 1 and ours.report.warnings == []
+
+
 def test_other_passes_stay_on_the_hook() -> None:
     """A pass in Inductor's config and ours both run, and theirs is there afterwards."""
     block, x = inference_block("llama", widths=(64,)), rows(64, 128)

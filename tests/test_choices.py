@@ -92,7 +92,8 @@ def test_choices_that_no_site_of_any_graph_answers_to_are_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A warning of the whole report, in every form of it; gone when a later graph answers."""
-    file = tmp_path / "c.json"
+    monkeypatch.chdir(tmp_path)
+    file = Path("c.json")  # short, so that the text is not broken within it
     constants = dict.fromkeys(("left.norm", "right.norm", "a", "b", "c", "d"), 0.4)
     file.write_text(json.dumps({"p": 2, "sites": constants}))
     monkeypatch.setenv("MXNORM_OFF", "left.norm#3,left.norm#0")
