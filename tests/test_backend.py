@@ -386,7 +386,6 @@ def test_second_process_hits_the_cache_and_reports_all_the_same(tmp_path: Path) 
 
     assert compile_once() == [[False, 1]]
     assert compile_once() == [[True, 1]]
-    assert compile_once(require_rewrites=1) == [[True, 1]]
     with pytest.raises(RuntimeError, match="1 of 2 required sites"):
         compile_once(require_rewrites=2)
     for entry in (tmp_path / "mxnorm").iterdir():

@@ -328,8 +328,10 @@ def transformers_traced() -> Traced:
     return trace(Transformers(), start(dynamic=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param("none", marks=pytest.mark.long), pytest.param("full", marks=pytest.mark.slow)],
+)
 def test_gradient_checkpointing_of_transformers(policy: str) -> None:
     """With a batch of any size; attention's random state is no matter of ours.
 

@@ -284,8 +284,13 @@ def train(compiled: Any, lengths: tuple[int, ...], *, mark: bool = False) -> int
     return int(counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mark", "graphs"), ((False, 2), (True, 1)), ids=("automatic", "marked"))
+@pytest.mark.parametrize(
+    ("mark", "graphs"),
+    [
+        pytest.param(False, 2, marks=pytest.mark.long, id="automatic"),
+        pytest.param(True, 1, marks=pytest.mark.slow, id="marked"),
+    ],
+)
 def test_varying_lengths_compile_as_often_as_without(mark: bool, graphs: int) -> None:
     """One static graph and one for any length, or the latter at once; then never again."""
     # 32 tokens are one block, and one is a size of its own to torch, with and without the pass.

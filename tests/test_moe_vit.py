@@ -102,7 +102,7 @@ def check_runs(out: Path, norms: int) -> dict[str, results.Curve]:
 RUN = ["--inner", "eager", "--device", "cpu", "--variants", "rmsnorm", "exact", "p2"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_paired_runs_of_a_mixture_of_experts(tmp_path: Path) -> None:
     markov(tmp_path / "corpus.npz")
     out = tmp_path / "moe"
