@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ class MXNormBackend:
     """
 
     def __init__(self, config: MXNormConfig | None = None, name: str = "mxnorm") -> None:
-        self.config = config or MXNormConfig()
+        self.config = MXNormConfig.checked(config)
         self.report = Report()
         self._remarks = Remarks(self.report)
         self.__name__ = name
@@ -144,11 +145,10 @@ def backend(config: MXNormConfig | None = None, **options: Any) -> MXNormBackend
             ``config``).
 
     Raises:
+        TypeError: where ``config`` is no :class:`MXNormConfig`.
         ValueError: for an unknown option or a value that is not allowed.
     """
-    prefixed = {f"mxnorm.{name}": value for name, value in options.items()}
-    merged, _ = MXNormConfig.split_options(prefixed, config)
-    return MXNormBackend(merged)
+    return MXNormBackend(MXNormConfig.changed(config, options))
 
 
 def inductor_options(config: MXNormConfig | None = None) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def inductor_options(config: MXNormConfig | None = None) -> dict[str, Any]:
     Raises:
         ValueError: for ``inner="eager"``, which needs the backend.
     """
-    chosen = config or MXNormConfig()
+    chosen = MXNormConfig.checked(config)
     if chosen.inner != "inductor":
         raise ValueError(
             "inner='eager' needs the backend: torch.compile(..., backend=backend(config))"
@@ -229,10 +229,12 @@ def explain(
 
     Raises:
         RewriteError: where ``config.require_rewrites`` is not met.
+        TypeError: where ``config`` is no :class:`MXNormConfig`, or an option is among the inputs.
     """
-    chosen = dataclasses.replace(config or MXNormConfig(), inner="eager")
+    chosen = dataclasses.replace(MXNormConfig.checked(config), inner="eager")
     tracer = MXNormBackend(chosen)
     target = getattr(model, "_orig_mod", model)
+    _no_options(target, inputs, kwargs)
     if training is None:
         training = (
             isinstance(target, torch.nn.Module)
@@ -251,6 +253,21 @@ def explain(
         tracer.report.warnings.append("torch.compile handed over no graph: nothing was looked at")
     tracer.report.warnings.extend(_dropped_biases(target, tracer.report))
     return tracer.report
+
+
+def _no_options(model: Callable[..., Any], inputs: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """An option among the model's inputs, where the model takes no such input, is ours."""
+    strays = [name for name in kwargs if name in MXNormConfig.names()]
+    if not strays:
+        return
+    run = model.forward if isinstance(model, torch.nn.Module) else model
+    try:
+        inspect.signature(run).bind(*inputs, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{strays[0]} is no input of the model ({error}); options go into "
+            f"config=MXNormConfig({strays[0]}=...)"
+        ) from None
 
 
 def _fresh(model: Callable[..., Any]) -> Callable[..., Any]:

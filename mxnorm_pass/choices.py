@@ -67,14 +67,37 @@ def idle(config: MXNormConfig, paths: Iterable[str], ids: Iterable[str]) -> list
         lines += [
             f"{name}={i!r}: there is no such site" for i in dict.fromkeys(chosen) if i not in ids
         ]
-    strangers = sorted(config.calibration().keys() - paths)
+    constants = config.calibration()
+    strangers = sorted(constants.keys() - paths)
     if strangers:
-        more = len(strangers) - _NAMED
-        named = ", ".join(strangers[:_NAMED]) + (f" and {more} more" if more > 0 else "")
         lines.append(
-            f"correction={config.correction!r} has constants for norms that feed no cast: {named}"
+            f"correction={config.correction!r} has constants for norms that feed no cast: "
+            + _named(strangers)
         )
     return lines
+
+
+def unfitted(config: MXNormConfig, graphs: Sequence[GraphReport]) -> list[str]:
+    """Norms that a calibration file has no constant for, and that are estimated all the same.
+
+    Returns:
+        No line or one.
+    """
+    if config.correction == "gaussian":
+        return []
+    estimated = {site.norm for graph in graphs for site in graph.sites if _estimates(site)}
+    without = sorted(estimated - config.calibration().keys())
+    if not without:
+        return []
+    return [
+        f"correction={config.correction!r} has no constant for {len(without)} of {len(estimated)} "
+        f"estimated norms, which take the Gaussian one: {_named(without)}"
+    ]
+
+
+def _named(paths: Sequence[str]) -> str:
+    more = len(paths) - _NAMED
+    return ", ".join(paths[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class Remarks:
@@ -105,9 +128,11 @@ class Remarks:
         others = [line for line in self._report.warnings if line not in self._said]
         self._said = list(dict.fromkeys(lines))
         self._report.warnings[:] = [*others, *self._said]
+        # Not by the pass, which torch does not call for a graph from its cache.
         if self._advise and _wants_exact(config, graphs):
-            # Not by the pass, which torch does not call for a graph from its cache.
             warn_once(f"mxnorm: this inference graph estimates the RMS. {GAUSSIAN}")
+        for line in unfitted(config, graphs):
+            warn_once(f"mxnorm: {line}")
 
 
 def _remarks(config: MXNormConfig, graphs: Sequence[GraphReport]) -> list[str]:
@@ -115,17 +140,19 @@ def _remarks(config: MXNormConfig, graphs: Sequence[GraphReport]) -> list[str]:
     if not graphs or any(graph.failure for graph in graphs):
         # What sites a graph has that the pass failed on is not known.
         return []
-    return idle(config, (site.norm for site in sites), (site.id for site in sites))
+    asked = idle(config, (site.norm for site in sites), (site.id for site in sites))
+    return asked + unfitted(config, graphs)
 
 
 def _wants_exact(config: MXNormConfig, graphs: Sequence[GraphReport]) -> bool:
     """Whether rows of a model that is in use are estimated with a constant not fitted to them."""
     return config.correction == "gaussian" and any(
-        site.spec.get("rms") in ("p1", "p2")
-        for graph in graphs
-        if not graph.training
-        for site in graph.sites
+        _estimates(site) for graph in graphs if not graph.training for site in graph.sites
     )
+
+
+def _estimates(site: SiteReport) -> bool:
+    return site.spec.get("rms") in ("p1", "p2")
 
 
 @cache

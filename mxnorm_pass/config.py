@@ -144,6 +144,8 @@ class MXNormConfig:
             raise ValueError(
                 f"correction={self.correction!r}: expected 'gaussian' or a calibration file"
             )
+        if not isinstance(self.dump_dir, (str, Path, type(None))):
+            raise ValueError(f"dump_dir={self.dump_dir!r}: expected a folder, or None")
         object.__setattr__(self, "correction", str(self.correction))
         if self.correction != "gaussian":
             self.calibration()
@@ -194,7 +196,7 @@ class MXNormConfig:
             raise ValueError(
                 f"correction={self.correction!r}: expected 'gaussian' or a file ({error})"
             ) from error
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"calibration file {path}: not JSON ({error})") from error
         sites = content.get("sites") if isinstance(content, dict) else None
         if not isinstance(sites, dict) or not all(
@@ -220,22 +222,62 @@ class MXNormConfig:
         """Part ``options={"mxnorm.p": 1, ...}`` into a config and what Inductor gets.
 
         Raises:
-            ValueError: for an unknown ``mxnorm.`` option or value, naming the allowed ones.
+            ValueError: for an unknown ``mxnorm.`` option or value, naming the allowed ones, and for
+                one of ours without the prefix.
         """
+        import torch._inductor.config as inductor
+
         own: dict[str, Any] = {}
         rest: dict[str, Any] = {}
-        known = [f.name for f in dataclasses.fields(cls)]
         for key, value in (options or {}).items():
-            if not key.startswith(PREFIX):
+            if key.startswith(PREFIX):
+                own[key.removeprefix(PREFIX)] = value
+            elif key in cls.names() and not hasattr(inductor, key):
+                raise ValueError(f"option {key!r} is none of Inductor's: write {PREFIX + key!r}")
+            else:
                 rest[key] = value
-                continue
-            name = key.removeprefix(PREFIX)
-            if name not in known:
-                allowed = ", ".join(PREFIX + k for k in known)
-                raise ValueError(f"unknown option {key!r}: allowed are {allowed}")
-            own[name] = value
-        config = dataclasses.replace(base, **own) if base is not None else cls(**own)
-        return config, rest
+        return cls.changed(base, own, PREFIX), rest
+
+    @classmethod
+    def changed(
+        cls, base: MXNormConfig | None, changes: Mapping[str, Any], prefix: str = ""
+    ) -> MXNormConfig:
+        """``base``, by default the defaults, with other values of some fields.
+
+        Args:
+            base: where to begin.
+            changes: values by field.
+            prefix: what stands before a field where the caller wrote it, for messages.
+
+        Raises:
+            TypeError: where ``base`` is no config.
+            ValueError: for an unknown field or a value that is not allowed.
+        """
+        for name in changes:
+            if name not in cls.names():
+                allowed = ", ".join(prefix + k for k in cls.names())
+                raise ValueError(f"unknown option {prefix + name!r}: allowed are {allowed}")
+        return dataclasses.replace(cls.checked(base), **changes)
+
+    @classmethod
+    def checked(cls, config: MXNormConfig | None) -> MXNormConfig:
+        """The config, or the defaults for None.
+
+        Raises:
+            TypeError: for anything else.
+        """
+        if config is None:
+            return cls()
+        if not isinstance(config, cls):
+            raise TypeError(
+                f"config={config!r}: expected an MXNormConfig, such as MXNormConfig(p=1)"
+            )
+        return config
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Of the options."""
+        return [field.name for field in dataclasses.fields(cls)]
 
     def describe(self) -> dict[str, Any]:
         """All fields as JSON types."""

@@ -61,7 +61,7 @@ class MXNormPass(CustomGraphPass):
         config: MXNormConfig | None = None,
         previous: Sequence[Callable[[Graph], None]] = (),
     ) -> None:
-        self.config = config or MXNormConfig()
+        self.config = MXNormConfig.checked(config)
         self.previous = tuple(previous)
         self.report = Report()
         self._remarks = Remarks(self.report, advise=self.advises)

@@ -14,7 +14,8 @@ from compiling import run
 from models import inference_block, rows
 from torch import Tensor, nn
 
-from mxnorm_pass import MXNormConfig, Report, backend, choices
+import mxnorm_pass
+from mxnorm_pass import MXNormConfig, Report, backend, choices, explain
 from mxnorm_pass.report import GraphReport
 
 
@@ -133,3 +134,55 @@ def test_choices_that_no_site_of_any_graph_answers_to_are_said(
     printed, page = " ".join(str(again).split()), html.unescape(again.to_html())
     for warning in nobody:
         assert f"warning: {warning}" in printed and warning in page
+
+
+@pytest.mark.parametrize(
+    ("sites", "without"),
+    [({"left.norm": 0.4}, ("right.norm",)), ({}, ("left.norm", "right.norm"))],
+    ids=("half", "none"),
+)
+def test_norms_without_a_constant_in_the_file_are_said(
+    tmp_path: Path, sites: dict[str, float], without: tuple[str, ...]
+) -> None:
+    """They take the Gaussian one, of which nobody would know: also a Python warning, once."""
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"p": 2, "sites": sites}))
+    ours = backend(correction=str(file), inner="eager")
+    choices.warn_once.cache_clear()
+    with torch.no_grad(), pytest.warns(UserWarning, match="no constant for") as given:
+        torch.compile(Two(lambda: None), backend=ours)(rows(4, 128))
+    assert [len(graph.sites) for graph in ours.report.graphs] == [1, 1]
+    (line,) = ours.report.warnings
+    assert f"no constant for {len(without)} of 2 estimated norms" in line
+    assert line.endswith(f"Gaussian one: {', '.join(without)}")
+    assert len([w for w in given if "no constant" in str(w.message)]) == len(without)
+    file.write_text(json.dumps({"p": 2, "sites": {"left.norm": 0.4, "right.norm": 0.4}}))
+    assert choices.unfitted(ours.config, ours.report.graphs) == []
+
+
+def test_what_is_no_config_is_refused(tmp_path: Path) -> None:
+    """By name, wherever one is given; an option without its place too."""
+    model, x = Two(lambda: None), rows(4, 128)
+    takers: list[Callable[[Any], Any]] = [
+        backend,
+        mxnorm_pass.inductor_options,
+        lambda c: explain(model, x, config=c),
+        lambda c: mxnorm_pass.fidelity(model, x, config=c),
+        lambda c: mxnorm_pass.calibrate(model, x, config=c),
+    ]
+    for wrong in ({"p": 1}, "exact", MXNormConfig):
+        for take in takers:
+            with pytest.raises(TypeError, match="expected an MXNormConfig"):
+                take(wrong)
+    with pytest.raises(TypeError, match=r"options go into config=MXNormConfig\(p=...\)"):
+        explain(model, x, p=1)
+    with pytest.raises(ValueError, match="unknown option 'foo': allowed are rms, p,"):
+        backend(foo=1)
+    with pytest.raises(Exception, match=r"write 'mxnorm\.p'"):
+        torch.compile(model, backend="mxnorm", options={"p": 1})(x)
+    with pytest.raises(ValueError, match="dump_dir=5"):
+        MXNormConfig(dump_dir=5)  # type: ignore[arg-type]
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=f"{binary}: not JSON"):
+        MXNormConfig(correction=str(binary))

@@ -156,7 +156,7 @@ def calibrate(
     """
     if path is not None:
         check_writable(Path(path))
-    given = config or MXNormConfig()
+    given = MXNormConfig.checked(config)
     chosen = dataclasses.replace(
         given, rms="mx", p=given.p if p is None else p, correction="gaussian", exact=()
     )

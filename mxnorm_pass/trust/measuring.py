@@ -76,7 +76,7 @@ def fidelity(
         ValueError: for options that estimate nothing, bounds and counts that are no positive
             numbers, no batches, or a model without a site.
     """
-    chosen = config or MXNormConfig()
+    chosen = MXNormConfig.checked(config)
     if chosen.rms == "exact":
         raise ValueError("config.rms is 'exact', which estimates nothing: give one with rms='mx'")
     for name, value in (("bound", bound), ("worst_bound", worst_bound)):

@@ -150,7 +150,7 @@ def to_rmsnorm(
         ValueError: for ``rms="exact"``, no batches, or a model without a site.
         RuntimeError: where a gain is baked already, and was not undone: it would be divided twice.
     """
-    chosen = config or MXNormConfig()
+    chosen = MXNormConfig.checked(config)
     if chosen.rms == "exact":
         raise ValueError("config.rms is 'exact': such a model runs on plain RMSNorm as it is")
     target, given = original(model), repeatable(batches)
