@@ -88,7 +88,7 @@ def build(content: dict[str, Any], dtype: torch.dtype) -> Built:
         method = stored.get("quant_method", "?")
         notes.append(
             f"the checkpoint is stored quantised ({method}); here its weights are plain, and the "
-            "linears named below get the casts asked for"
+            "linears of the layers get the casts asked for"
         )
     values.pop("auto_map", None)
     if values.get("num_nextn_predict_layers"):

@@ -39,7 +39,8 @@ class SiteReport:
         computed: for a near miss, what that node computes, with a value that shows it.
         expected: what it would have to compute.
         spec: eps, gain kind and where it is applied, block size, element, scale rule, layout,
-            kernel, per-tensor scale; ``residual``: the op forms the row as the sum of two tensors.
+            kernel, per-tensor scale; ``residual``: the op forms the row as the sum of two tensors;
+            ``colwise``: casts along tokens that an op of ours makes, ``colwise_reason``: why not.
         also_read_by: linears that read the norm's output without an MX cast.
         before: the nodes of the site as they were found; None where they are not known.
         after: the nodes that stand there since; None for a declined site.
