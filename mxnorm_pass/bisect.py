@@ -1,7 +1,8 @@
 """Which site's rewrite makes a check fail: delta debugging over the sites of a script.
 
 The check runs in a process of its own each time, with some sites switched off through
-``MXNORM_OFF``; nothing of the script has to change.
+``MXNORM_OFF``; nothing of the script has to change. The switches of the caller's environment would
+hide sites from the search, so no run inherits them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mxnorm_pass.config import ids_in
+from mxnorm_pass.choices import DISABLE, OFF, disabled
 
 _CHECK = """
 import importlib.util, sys
@@ -73,16 +74,19 @@ def bisect(
             None. It compiles the model itself, with any of this package's ways in.
         args: command-line arguments of the script; none for a function.
         timeout: seconds after which a run counts as failed; None waits.
-        progress: called with a line per run.
+        progress: called with a line per run, and with one for ``MXNORM_DISABLE`` or ``MXNORM_OFF``
+            in the environment, which the runs do not get. What ``MXNormConfig(off=...)`` names in
+            the script stays off.
 
     Returns:
         The sites, by halving (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing
         input", 2002): about ``2 log2(n)`` runs for one bad site among n.
 
     Raises:
-        ValueError: where the script is missing, or a function is given arguments.
+        ValueError: where the script is missing, the function's name is empty, or a function is
+            given arguments.
         BisectError: where the check fails with the pass off as well, passes with it on, or no site
-            is rewritten; the message holds the end of the output.
+            is rewritten; the message holds the end of the output of a check that fails.
     """
     return _Search(target, list(args), timeout, progress).run()
 
@@ -103,12 +107,22 @@ class _Search:
         self.output = ""
 
     def run(self) -> Bisection:
-        if not self._passes({"MXNORM_DISABLE": "1", "MXNORM_OFF": ""}, "the pass off"):
+        for name, value in _switches().items():
+            self.progress(f"{name}={value} of the environment is left out: every site takes part")
+        if not self._passes({DISABLE: "1"}, "the pass off"):
             raise BisectError(f"the check fails with the pass off as well:\n{self.output}")
         with tempfile.TemporaryDirectory() as folder:
-            if self._passes({"MXNORM_DUMP": folder}, "every site on"):
-                raise BisectError("the check passes with every site rewritten")
-            self.sites = _rewritten(Path(folder))
+            passes = self._passes({"MXNORM_DUMP": folder}, "every site on")
+            self.sites, declined = _sites(Path(folder))
+        if passes and self.sites:
+            raise BisectError(f"the check passes with all {len(self.sites)} sites rewritten")
+        if passes:
+            raise BisectError(
+                f"no site was rewritten, {len(declined)} declined: "
+                f"{', '.join(sorted(set(declined.values())))}"
+                if declined
+                else "no site was rewritten: does the check compile with backend mxnorm?"
+            )
         if not self.sites:
             raise BisectError(
                 f"the check fails and no site is rewritten before it does:\n{self.output}"
@@ -142,22 +156,21 @@ class _Search:
 
     def _fails(self, on: frozenset[str]) -> bool:
         if on not in self.known:
-            # What the user has switched off stays off in every run.
-            named = ids_in(os.environ.get("MXNORM_OFF", ""))
             # A line end behind the last one too: an id may hold a comma.
-            off = "\n".join((*named, *(site for site in self.sites if site not in on), ""))
+            off = "\n".join((*(site for site in self.sites if site not in on), ""))
             what = f"{len(on)} of {len(self.sites)} sites on"
-            self.known[on] = not self._passes({"MXNORM_OFF": off}, what)
+            self.known[on] = not self._passes({OFF: off}, what)
         return self.known[on]
 
     def _passes(self, changes: dict[str, str], what: str) -> bool:
         # A graph taken from a cache calls no pass, and would leave no dump.
         caches = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+        outside = {k: v for k, v in os.environ.items() if k not in (DISABLE, OFF)}
         self.tried += 1
         try:
             done = subprocess.run(
                 self.command,
-                env={**os.environ, **caches, **changes},
+                env={**outside, **caches, **changes},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -179,7 +192,7 @@ def _command(target: str, args: list[str]) -> list[str]:
     if not colon or Path(target).is_file():
         script, function = target, ""
     path = Path(script)
-    if not path.is_file():
+    if not path.is_file() or (colon and script != target and not function):
         raise ValueError(
             f"{target!r}: expected script.py or script.py:check with a readable script"
         )
@@ -190,9 +203,21 @@ def _command(target: str, args: list[str]) -> list[str]:
     return [sys.executable, "-c", _CHECK, str(path), function, str(path.parent.resolve())]
 
 
-def _rewritten(folder: Path) -> list[str]:
-    ids = []
+def _switches() -> dict[str, str]:
+    """Those of the environment that switch sites off."""
+    found = {DISABLE: os.environ[DISABLE]} if disabled() else {}
+    return {**found, OFF: os.environ[OFF]} if os.environ.get(OFF) else found
+
+
+def _sites(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """From a dump: ids of the rewritten sites; those of the others with the reason."""
+    ids: list[str] = []
+    declined: dict[str, str] = {}
     for path in sorted(folder.glob("rank_*/graph_*/sites.json")):
         for graph in json.loads(path.read_text())["graphs"]:
-            ids += [site["id"] for site in graph["sites"] if site["status"] == "rewritten"]
-    return list(dict.fromkeys(ids))
+            for site in graph["sites"]:
+                if site["status"] == "rewritten":
+                    ids.append(site["id"])
+                else:
+                    declined[site["id"]] = str(site["reason"])
+    return list(dict.fromkeys(ids)), declined

@@ -63,6 +63,7 @@ def test_finds_a_planted_bad_site(tmp_path: Path) -> None:
     [
         ("nowhere.py:check", [], "expected script.py or script.py:check"),
         ("nowhere.py", [], "expected script.py or script.py:check"),
+        (f"{__file__}:", [], "expected script.py or script.py:check"),
         (f"{__file__}:check", ["3"], "takes no arguments"),
     ],
 )
@@ -102,7 +103,7 @@ def test_failures_that_no_site_makes(tmp_path: Path) -> None:
     Path(f"{script}.py").write_text("import sys\ndef check(): return sys.argv[1:] is None")
     with pytest.raises(BisectError, match="pass off as well"):
         bisect(f"{script}.py:check")
-    with pytest.raises(BisectError, match="passes with every site"):
+    with pytest.raises(BisectError, match="passes with all 9 sites rewritten"):
         bisect(scripted(tmp_path, "sys.exit(sys.argv[1] != '0.9')"), ["0.9"])
     target = scripted(tmp_path, "sys.exit('by itself' if not disabled else 0)")
     with pytest.raises(BisectError, match=r"(?s)all 9 sites off.*by itself"):
@@ -113,18 +114,31 @@ def test_failures_that_no_site_makes(tmp_path: Path) -> None:
         bisect(target)
 
 
-def test_switches_set_outside_stay_where_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A site that the user has switched off already is off in every run."""
-    monkeypatch.setenv("MXNORM_OFF", "n1#0")
-    body = "sys.exit(not disabled and 'n1#0' not in off)"
-    with pytest.raises(BisectError, match="passes with every site"):
-        bisect(scripted(tmp_path, body))
-    # Off in the runs that narrow down, too: this one fails wherever it is on.
-    body = "sys.exit(not disabled and ('n1#0' not in off or 'n7#0' not in off))"
-    assert bisect(scripted(tmp_path, body)).sites == ["n7#0"]
-    assert os.environ["MXNORM_OFF"] == "n1#0"
+def test_no_site_rewritten_is_no_pass_with_every_site(tmp_path: Path) -> None:
+    """A check that compiles nothing, or whose sites are all left alone, proves nothing of them."""
+    idle = tmp_path / "idle.py"
+    idle.write_text("")
+    with pytest.raises(BisectError, match="no site was rewritten: does the check compile with b"):
+        bisect(str(idle))
+    target = scripted(tmp_path, "")
+    script = Path(target).read_text()
+    Path(target).write_text(script.replace("'rewritten'", "'declined', reason='no_matmul'"))
+    with pytest.raises(BisectError, match="no site was rewritten, 9 declined: no_matmul"):
+        bisect(target)
+
+
+def test_switches_set_outside_hide_no_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run inherits them, and the first line says so."""
+    target = scripted(tmp_path, "sys.exit(not disabled and 'n1#0' not in off)")
+    for name, value in (("MXNORM_OFF", "n1#0"), ("MXNORM_DISABLE", "1")):
+        lines: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            found = bisect(target, progress=lines.append)
+            assert os.environ[name] == value
+        assert len(found.all_sites) == 9 and found.sites == ["n1#0"]
+        assert lines[0].startswith(f"{name}={value} of the environment is left out")
+        assert len(lines) == found.tried + 1
 
 
 @settings(max_examples=200, deadline=None)
