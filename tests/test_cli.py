@@ -113,7 +113,7 @@ def test_a_config_that_is_none(
 
 
 def test_a_script_that_fails_is_no_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "own_model.py"
     script.write_text(
@@ -125,6 +125,22 @@ def test_a_script_that_fails_is_no_traceback(
     (tmp_path / "own_helper.py").write_text("")
     status, message = fails(["explain", f"{script}:fails"], capsys)
     assert status == 3 and "KeyError: 'boom'" in message
+    # Whatever status code of the user's wants to exit with is none of the command's.
+    script.write_text(
+        "import sys, torch\n"
+        "def builds(): sys.exit(0)\n"
+        "class Leaves(torch.nn.Module):\n"
+        "    def forward(self, x): sys.exit(7)\n"
+        "def runs(): return Leaves(), torch.ones(2)\n"
+        "def odd(): return 1\n"
+    )
+    for name, said in (("builds", "builds raised SystemExit: 0"), ("runs", "SystemExit: 7")):
+        status, message = fails(["explain", f"{script}:{name}", "--require", "1"], capsys)
+        assert status == 3 and said in message
+    (tmp_path / "own_leaving_module.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    status, message = fails(["explain", "own_leaving_module:f"], capsys)
+    assert status == 3 and "own_leaving_module raised SystemExit" in message
     status, message = fails(["explain", f"{script}:odd"], capsys)
     assert status == 2 and "must return (model, inputs)" in message
 

@@ -69,11 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(args, error, USAGE)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        # Our own options are read by now: what wants to exit here is a model's or library's code,
+        # whose status says nothing of the command.
         return _fail(args, error, NO_MODEL)
 
 
-def _fail(args: argparse.Namespace, error: Exception, status: int) -> int:
+def _fail(args: argparse.Namespace, error: BaseException, status: int) -> int:
     if getattr(args, "traceback", False):
         traceback.print_exception(error)
     text = str(error) if isinstance(error, (ShellError, ValueError, OSError)) else ""

@@ -69,7 +69,7 @@ def _target(args: argparse.Namespace, options: MXNormConfig) -> Report:
             return explain(model, training=training, config=options, **inputs)
         values = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
         return explain(model, *values, training=training, config=options)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{args.target} cannot be traced: {brief(error)}") from error
 
 

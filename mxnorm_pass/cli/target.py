@@ -30,7 +30,7 @@ def load(target: str) -> tuple[Any, Any]:
         raise UsageError(f"{file} has no function {name!r}")
     try:
         result = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{target} raised {brief(error)}") from error
     if not isinstance(result, tuple) or len(result) != 2:
         raise UsageError(f"{target} must return (model, inputs)")
@@ -66,5 +66,5 @@ def _module(name: str, target: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             missing = UsageError(f"{target!r}: {_EXPECTED}")
         raise missing from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{name} raised {brief(error)}") from error
