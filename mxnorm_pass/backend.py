@@ -7,6 +7,8 @@ import dataclasses
 import inspect
 import itertools
 import logging
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -230,6 +232,8 @@ def explain(
     Raises:
         RewriteError: where ``config.require_rewrites`` is not met.
         TypeError: where ``config`` is no :class:`MXNormConfig`, or an option is among the inputs.
+        Exception: what the model or torch raises where it cannot be traced; one in the backward has
+            a note, since a model quantised for inference has none.
     """
     chosen = dataclasses.replace(MXNormConfig.checked(config), inner="eager")
     tracer = MXNormBackend(chosen)
@@ -248,7 +252,7 @@ def explain(
         try:
             compiled(*inputs, **kwargs)
         except Exception as error:
-            _reraise(error)
+            _reraise(error, training)
     if not tracer.report.graphs:
         tracer.report.warnings.append("torch.compile handed over no graph: nothing was looked at")
     tracer.report.warnings.extend(_dropped_biases(target, tracer.report))
@@ -281,14 +285,36 @@ def _fresh(model: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _reraise(error: Exception) -> None:
+_BACKWARD = (
+    "the backward cannot be traced; a model quantised for inference wants training=False (--infer "
+    "in the shell)"
+)
+
+
+def _reraise(error: Exception, training: bool) -> None:
     """Dynamo wraps what a backend raises; a user asked for our own error."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RewriteError):
             raise cause from None
+        innermost = cause
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    if training and _in_backward(innermost):
+        _note(error, _BACKWARD)
     raise error
+
+
+def _in_backward(error: BaseException) -> bool:
+    """Whether autograd was running a backward when this was raised."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == torch.autograd.__name__ for frame, _ in frames)
+
+
+def _note(error: Exception, text: str) -> None:
+    """As ``add_note``, also for Python 3.10, which has neither it nor shows what it leaves."""
+    error.__notes__ = [*getattr(error, "__notes__", []), text]
+    if sys.version_info < (3, 11):
+        error.args = (f"{error}\n{text}",)
 
 
 def _dropped_biases(model: Any, report: Report) -> list[str]:

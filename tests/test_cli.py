@@ -1,6 +1,7 @@
 """The shell: usage errors in one line, JSON alone on stdout, exit statuses, doctor, bisect."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import mxnorm_pass
 from mxnorm_pass import bisect, reference
 from mxnorm_pass.cli import bisect as bisect_command
 from mxnorm_pass.cli import main
 
 Config = Callable[..., str]
+SHELL = Path(__file__).parents[1] / "docs" / "shell.md"
 
 
 @pytest.fixture
@@ -145,6 +148,40 @@ def test_a_script_that_fails_is_no_traceback(
     assert status == 2 and "must return (model, inputs)" in message
 
 
+def test_what_cannot_be_traced_is_said_with_its_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "untraceable_model.py"
+    script.write_text(
+        "import torch\n"
+        "def misfit(): return torch.nn.RMSNorm(256), torch.ones(3, 5)\n"
+        "from torchao.prototype.mx_formats import inference_workflow as mx\n"
+        "from torchao.quantization import quantize_\n"
+        "from torchao.quantization.quantize_.common.kernel_preference import KernelPreference\n"
+        "def served():\n"
+        "    linear = torch.nn.Linear(64, 64, bias=False)\n"
+        "    model = torch.nn.Sequential(torch.nn.RMSNorm(64), linear).bfloat16()\n"
+        "    emulated = KernelPreference.EMULATED\n"
+        "    cast = mx.MXDynamicActivationMXWeightConfig(kernel_preference=emulated)\n"
+        "    quantize_(model, cast)\n"
+        "    return model, torch.ones(32, 64, dtype=torch.bfloat16)\n"
+        "def caused():\n"
+        "    try: {}['size']\n"
+        "    except KeyError as error: raise ValueError('no such model') from error\n"
+    )
+    status, message = fails(["explain", f"{script}:misfit"], capsys)
+    assert status == 3 and "normalized_shape=[256]" in message and "[3, 5]" in message
+    assert message.endswith("(all of it: --traceback)\n")
+    status, message = fails(["explain", f"{script}:caused"], capsys)
+    assert status == 3 and "ValueError: no such model (from KeyError: 'size')" in message
+    # Only a backward that fails has to do with the mode.
+    hint = "a model quantised for inference wants training=False (--infer"
+    assert hint not in message
+    status, message = fails(["explain", f"{script}:served"], capsys)
+    assert status == 3 and "cannot be traced: AssertionError; " in message and hint in message
+    assert main(["explain", f"{script}:served", "--infer", "--require", "1"]) == 0
+
+
 def test_json_is_all_that_stdout_gets(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +196,7 @@ def test_json_is_all_that_stdout_gets(
     out, err = capfd.readouterr()
     assert json.loads(out)["graphs"][0]["sites"] == []
     assert "building" in err and "from below" in err
+    assert err.endswith("mxnorm: 0 of 1 required sites are rewritten\n")
     for argv in (["constants", "--json"], ["reasons", "--json"]):
         assert main(argv) == 0
         out, _ = capfd.readouterr()
@@ -170,6 +208,29 @@ def test_help_says_what_is_the_default(capsys: pytest.CaptureFixture[str]) -> No
         main(["explain", "--help"])
     words = " ".join(capsys.readouterr().out.split())
     assert "--train trace with gradients: the default with --config" in words
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["explain"], ["constants"], ["reasons"], ["doctor"], ["bisect"]]
+)
+def test_help_has_the_exit_statuses_of_the_docs(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    rows = re.findall(r"^\| (\d) \| ([^;|]+)", SHELL.read_text(), re.M)
+    assert [status for status, _ in rows] == ["0", "1", "2", "3"]
+    for status, what in rows:
+        what = what.strip().replace("`", "")
+        assert f"{status} {what}" in words
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"mxnorm {mxnorm_pass.__version__}\n"
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, str]]:

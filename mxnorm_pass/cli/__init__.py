@@ -80,5 +80,8 @@ def _fail(args: argparse.Namespace, error: BaseException, status: int) -> int:
         traceback.print_exception(error)
     text = str(error) if isinstance(error, (ShellError, ValueError, OSError)) else ""
     message = " ".join((text or f"{type(error).__name__}: {error}").split())
+    from_elsewhere = error.__cause__ is not None or not isinstance(error, ShellError)
+    if status == NO_MODEL and from_elsewhere and getattr(args, "traceback", None) is False:
+        message += " (all of it: --traceback)"
     print(f"mxnorm: {message}", file=sys.stderr)
     return status

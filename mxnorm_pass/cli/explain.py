@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         report = _target(args, options)
     out.result(report.to_json, str(report))
     _html(args, report, out)
-    return _required(args, report.rewritten)
+    return _required(args, report.rewritten, out)
 
 
 def _options(args: argparse.Namespace) -> MXNormConfig:
@@ -101,7 +101,7 @@ def _config(args: argparse.Namespace, options: MXNormConfig, out: Output) -> int
         "\n".join([*show_whole(whole, out.width), "", *show_savings(total, out.width)]),
     )
     _html(args, whole.report, out)
-    return _required(args, whole.rewritten)
+    return _required(args, whole.rewritten, out)
 
 
 def _whole(
@@ -158,5 +158,8 @@ def _html(args: argparse.Namespace, report: Report, out: Output) -> None:
     out.note(f"wrote {path}")
 
 
-def _required(args: argparse.Namespace, rewritten: int) -> int:
-    return NOT_MET if args.require is not None and rewritten < args.require else OK
+def _required(args: argparse.Namespace, rewritten: int, out: Output) -> int:
+    if args.require is None or rewritten >= args.require:
+        return OK
+    out.note(f"{rewritten} of {args.require} required sites are rewritten")
+    return NOT_MET

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from mxnorm_pass import __version__
 from mxnorm_pass.cli.errors import UsageError
 from mxnorm_pass.cli.from_config import DTYPES
 from mxnorm_pass.cli.quantise import FORMATS
@@ -14,7 +15,8 @@ from mxnorm_pass.cli.savings import CHIPS
 
 STATUSES = """exit status:
   0  done
-  1  what was asked for does not hold: fewer sites than --require, an unhealthy installation
+  1  what was asked for does not hold: fewer sites than --require, an unhealthy installation,
+     no site to bisect
   2  wrong usage: an option or a file that is not what it has to be
   3  the model cannot be built or traced, or a script failed
 """
@@ -36,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=STATUSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     _explain(commands)
     _constants(commands)
