@@ -96,14 +96,14 @@ def test_what_can_move_moves_and_the_rest_says_why() -> None:
     assert changed == folded
 
     why = {g.norms[0].removeprefix("norms."): "; ".join(g.why_left) for g in handle.left}
-    # Behind silu there is no norm in front of a linear, and so no entry.
-    assert set(why) == {"table", "twice", "both", "skip", "cast", "batch"}
+    assert set(why) == {"table", "twice", "both", "skip", "cast", "batch", "branch"}
     assert "embedding.weight is tied to head.weight" in why["table"]
     assert "twice.weight is also read by twice" in why["twice"]
     assert "norms.twice.weight" in why["both"]
     assert "also read by" in why["skip"]
     assert "cast: quantised already" in why["cast"]
     assert "not a linear with one weight" in why["batch"]
+    assert why["branch"].startswith("read by ") and why["branch"].endswith("which is no linear")
     assert all(reason in " ".join(str(handle).split()) for reason in ("fold before quantize_",))
     assert all(len(line) <= 100 for line in str(handle).splitlines())
 
@@ -350,7 +350,11 @@ MLA: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 CASES: dict[str, tuple[dict[str, Any], set[str], dict[str, str]]] = {
-    "Qwen3": ({"head_dim": 16}, QKV | MLP, {}),
+    "Qwen3": (
+        {"head_dim": 16},
+        QKV | MLP,
+        {f"model.layers.0.self_attn.{n}_norm": "which is no linear" for n in "qk"},
+    ),
     "Gemma": ({"head_dim": 16}, QKV | MLP, {"model.norm": "tied to"}),
     "Mixtral": (
         {"num_local_experts": 4},

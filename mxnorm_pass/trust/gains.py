@@ -43,7 +43,7 @@ class FoldedGain:
         gain: name of the parameter.
         norms: module paths of the norms that it scales.
         kind: ``w`` (set to ones) or ``1+w`` (set to zeros).
-        linears: the linears that read the norm.
+        linears: the linears that read the norm; none where there is none.
         why_left: empty where it was folded.
     """
 
@@ -58,9 +58,10 @@ class FoldedGains(Changes):
     """What :func:`fold_gains` did; ``print`` it. :meth:`undo`, or leaving the context, restores.
 
     Attributes:
-        gains: every gain in front of a linear, folded or left.
+        gains: every gain of an RMSNorm that the batches reach, folded or left.
+        bare: module paths of RMSNorms with no parameter for a gain.
         linears: every weight that was changed, with its rounding.
-        idle: globs that match no norm with a gain in front of a linear, as ``exclude='final'``.
+        idle: globs that match no norm with a gain, as ``exclude='final'``.
         output_sqnr: outputs on the batches before, over their change, in dB (the rounding of all
             weights, through the whole model); inf for no change, nan where it was not asked for.
     """
@@ -68,6 +69,7 @@ class FoldedGains(Changes):
     def __init__(self) -> None:
         super().__init__()
         self.gains: list[FoldedGain] = []
+        self.bare: list[str] = []
         self.linears: list[FoldedLinear] = []
         self.idle: list[str] = []
         self.output_sqnr = math.nan
@@ -104,7 +106,12 @@ class FoldedGains(Changes):
         for gain in self.left:
             lines += wrap(f"{gain.gain}: left: {'; '.join(gain.why_left)}")
         for glob in self.idle:
-            lines += wrap(f"warning: {glob} matches no norm with a gain in front of a linear")
+            lines += wrap(f"warning: {glob} matches no norm with a gain")
+        if not self.gains and self.bare:
+            names = ", ".join(path or "?" for path in self.bare)
+            lines += wrap(f"nothing to fold: no parameter is the gain of an RMSNorm here ({names})")
+        elif not self.gains:
+            lines += wrap("nothing to fold: the batches reach no RMSNorm in this model")
         if self.linears and not math.isnan(self.output_sqnr):
             lines.append(f"outputs before over their change: {decibel(self.output_sqnr)} dB")
         return "\n".join(lines)
@@ -140,8 +147,9 @@ def fold_gains(
     For a model that serves, before ``quantize_``: ``norm(x) * g @ W.T = norm(x) @ (W * g).T``. The
     model is traced on the batches; a gain is folded only if everything that is computed from it is
     the left side of a matmul whose weight is a parameter of two axes, stored in plain numbers, read
-    by nobody else, and tied to nothing. Else it stays, with the reason; so does a gain of ones, as
-    of a model that is folded already. Code that the batches do not reach is not seen: give batches
+    by nobody else, and tied to nothing. Else it stays, with the reason, also where no linear
+    reads its norm or the norm is not understood; so does a gain of ones, as of a model that is
+    folded already. Code that the batches do not reach is not seen: give batches
     that take every path.
 
     Args:
@@ -162,15 +170,16 @@ def fold_gains(
     target = original(model)
     given = example_batches(target, batches)
     globs = {"include": strings("include", include), "exclude": strings("exclude", exclude)}
-    uses, parameters = find_gains(target, given)
+    found = find_gains(target, given)
     handle = FoldedGains()
-    paths = [path for use in uses for path in use.norms]
+    handle.bare = found.bare
+    paths = [path for use in found.uses for path in use.norms]
     for name, chosen in globs.items():
         handle.idle += [f"{name}={glob!r}" for glob in unmatched(chosen, paths)]
     before = _outputs(target, given) if compare else []
     try:
-        for use in uses:
-            handle.gains.append(_fold(handle, use, parameters, **globs))
+        for use in found.uses:
+            handle.gains.append(_fold(handle, use, found.parameters, **globs))
         if compare:
             noise = OutputNoise()
             for old, new in zip(before, _outputs(target, given), strict=True):

@@ -1,4 +1,5 @@
-"""Which linears read which norm, found in the graphs of a model that need not be quantised yet.
+"""Which linears read which norm, found in the graphs of a model that need not be quantised yet;
+and of every other norm with a gain, what reads it instead.
 
 A gain may be multiplied into weights only if everything that is computed from it, and everything
 that is computed from those weights, is a product of the two. Both are followed through the graph
@@ -21,8 +22,11 @@ from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten, find_sites
 from mxnorm_pass.recognise.norm import NormSpec
+from mxnorm_pass.recognise.norm_function import gain_kind
 from mxnorm_pass.recognise.norm_search import find_norm
 from mxnorm_pass.recognise.paths import module_path
+from mxnorm_pass.recognise.walk import downwards
+from mxnorm_pass.trust.scaled import Norms, Scaled, is_whole
 from mxnorm_pass.trust.taps import source_of_gain
 from mxnorm_pass.trust.tracing import (
     Parameters,
@@ -57,7 +61,7 @@ class Reader:
 
 @dataclass
 class GainUse:
-    """One gain of a norm in front of a linear.
+    """One gain of a norm, wherever the norm stands.
 
     Attributes:
         gain: name of the parameter.
@@ -97,8 +101,23 @@ class _Look(CustomGraphPass):
         return None
 
 
-def find_gains(model: nn.Module, batches: Any) -> tuple[list[GainUse], Parameters]:
-    """Every gain in front of a linear, with what stands in the way of folding it.
+@dataclass(frozen=True)
+class Gains:
+    """All that the graphs show.
+
+    Attributes:
+        uses: every gain of an RMSNorm, with what stands in the way of folding it.
+        bare: module paths of RMSNorms that no parameter scales; some may be "".
+        parameters: of the model.
+    """
+
+    uses: list[GainUse]
+    bare: list[str]
+    parameters: Parameters
+
+
+def find_gains(model: nn.Module, batches: Any) -> Gains:
+    """Every gain of an RMSNorm, in front of a linear or not.
 
     The model runs on the batches, in evaluation: what they do not reach is not seen.
     """
@@ -107,7 +126,7 @@ def find_gains(model: nn.Module, batches: Any) -> tuple[list[GainUse], Parameter
         traced = Traced(found.model, found.look, found.inner)
         for batch in as_batches(batches):
             traced(batch)
-    return found.result(), found.parameters
+    return found.result()
 
 
 class _Finder:
@@ -116,6 +135,7 @@ class _Finder:
         self.parameters = Parameters(model)
         self.look = _Look()
         self.gains: dict[str, GainUse] = {}
+        self._bare: list[str] = []
         self._weights: dict[str, list[tuple[str, str]]] = {}
         """Weight name -> (gain that reaches it, or "", and who reads it)."""
 
@@ -137,16 +157,21 @@ class _Finder:
             if found:
                 names[node] = found[0]
         readers: dict[Node, str] = {}
+        missed: dict[Node, str] = {}
         with torch.no_grad():
-            self._quantised(graph, names)
+            declined = self._quantised(graph, names)
             for matmul in graph.nodes:
                 if matmul.target in aten.MATMULS:
-                    gain = self._reader(matmul, names)
+                    gain = self._reader(matmul, names, missed)
                     if gain is not None:
                         readers[matmul] = gain
+            scaled = self._scaled(graph, names, declined)
         for node, name in names.items():
-            if name in self.gains:
+            if name in readers.values():
                 self._follow_gain(node, self.gains[name], readers)
+            elif name in self.gains:
+                products = {n for s in scaled if s.source is node for n in s.products}
+                self._no_linear(node, products, self.gains[name], missed)
         for node, name in names.items():
             if any(name == r.weight for use in self.gains.values() for r in use.readers):
                 self._follow_weight(node, name, readers)
@@ -163,25 +188,60 @@ class _Finder:
         use.kinds.add(norm.gain_kind)
         return use
 
-    def _quantised(self, graph: Graph, names: dict[Node, str]) -> None:
-        """Norms whose linears cast already: their weights hold no plain numbers to multiply."""
-        for site in find_sites(graph, MXNormConfig()).sites:
+    def _scaled(
+        self, graph: Graph, names: dict[Node, str], declined: dict[str, list[str]]
+    ) -> list[Scaled]:
+        """Notes the gains of all norms, those that no linear reads included."""
+        norms = Norms(graph)
+        found = list(norms.scaled_by(names))
+        for scaled in found:
+            name, path = names[scaled.source], module_path(scaled.norm)
+            if name not in self.gains:
+                self.gains[name] = GainUse(name, kinds={gain_kind(scaled.gain)})
+            use = self.gains[name]
+            if path not in use.norms:
+                use.norms.append(path)
+            if path in declined:
+                use.quantised.extend(c for c in declined[path] if c not in use.quantised)
+        gained = {scaled.norm for scaled in found}
+        self._bare += [module_path(norm) for norm in norms.all if norm not in gained]
+        return found
+
+    def _quantised(self, graph: Graph, names: dict[Node, str]) -> dict[str, list[str]]:
+        """Norms whose linears cast already: their weights hold no plain numbers to multiply.
+
+        Returns the linears of those that the pass leaves alone, by the norm's path.
+        """
+        sites = find_sites(graph, MXNormConfig())
+        for site in sites.sites:
             use = self._use(site.norm, names)
             if use is not None:
                 use.linears.extend(c for c in site.consumers if c not in use.linears)
                 found = site.consumers or ["a matmul"]
                 use.quantised.extend(c for c in found if c not in use.quantised)
+        declined: dict[str, list[str]] = {}
+        for left in sites.declined:
+            if left.path:
+                declined.setdefault(left.path, []).extend(left.consumers or ["a matmul"])
+        return declined
 
-    def _reader(self, matmul: Node, names: dict[Node, str]) -> str | None:
-        """Notes a linear that reads a norm; returns the gain's name."""
+    def _reader(self, matmul: Node, names: dict[Node, str], missed: dict[Node, str]) -> str | None:
+        """Notes a linear that reads a norm; returns the gain's name. Where it does not, notes what
+        is in the way, should a norm be there: ``missed``.
+        """
         sides = _PRODUCTS.get(matmul.target, (0, 1))
         rows = matmul.args[sides[0]]
         if not isinstance(rows, Node) or not aten.shape(rows):
             return None
         k = aten.shape(rows)[-1]
+        missed[matmul] = f"{_who(matmul)} reads no RMSNorm that is understood"
         try:
             norm = find_norm(rows, k) if isinstance(k, int) else None
-        except Decline:
+        except Decline as decline:
+            if aten.dtype(rows) not in (torch.float32, torch.bfloat16):
+                missed[matmul] += f": only float32 and bfloat16 are, not {aten.dtype(rows)}"
+            else:
+                missed[matmul] += f" ({decline.reason}: {decline.detail})"
             return None
         use = None if norm is None else self._use(norm[0], names)
         if use is None:
@@ -191,7 +251,10 @@ class _Finder:
             use.linears.append(path)
         weight = self._weight(matmul.args[sides[1]], names)
         if matmul.target not in _PRODUCTS or weight is None:
-            use.block(f"{path or matmul.name}: not a linear with one weight ({matmul.target})")
+            missed[matmul] = (
+                f"{path or matmul.name}: not a linear with one weight ({matmul.target})"
+            )
+            use.block(missed[matmul])
             return None
         reader = Reader(path, *weight)
         if reader not in use.readers:
@@ -222,6 +285,27 @@ class _Finder:
             if not ours:
                 use.block(f"also read by {_who(user)}, which is no linear of this norm")
 
+    def _no_linear(
+        self, start: Node, products: set[Node], use: GainUse, missed: dict[Node, str]
+    ) -> None:
+        """What reads a norm that no linear of this graph reads: the nearest, not all that is made
+        of it.
+        """
+
+        def is_still_the_norm(n: Node) -> bool:
+            same = n.target is aten.CONVERT or aten.keeps_order(n) or aten.moves(n)
+            return n in products or same or source_of_gain(n) is start
+
+        for node in downwards([start], lambda n: is_still_the_norm(n) and not is_whole(n)):
+            if is_whole(node):
+                use.block(f"its norm is {node.target}, an op that is not looked into")
+            elif aten.is_inert(node) or is_still_the_norm(node):
+                continue
+            elif node in missed:
+                use.block(missed[node])
+            else:
+                use.block(f"read by {_who(node)}, which is no linear")
+
     def _follow_weight(self, start: Node, name: str, readers: dict[Node, str]) -> None:
         seen = self._weights.setdefault(name, [])
         for node, user in _reached(start):
@@ -229,10 +313,12 @@ class _Finder:
             as_weight = sides is not None and user.args[sides[1]] is node
             seen.append((readers.get(user, "") if as_weight else "", _who(user)))
 
-    def result(self) -> list[GainUse]:
+    def result(self) -> Gains:
+        """All graphs taken together."""
         for use in self.gains.values():
             self._finish(use)
-        return list(self.gains.values())
+        bare = list(dict.fromkeys(self._bare))
+        return Gains(list(self.gains.values()), bare, self.parameters)
 
     def _finish(self, use: GainUse) -> None:
         """What only all graphs together, and the parameters' names, can tell."""
