@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mxnorm_pass.choices import GAUSSIAN
 from mxnorm_pass.cli import main
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
@@ -146,7 +147,8 @@ def test_training_and_its_page(
     assert [line in said for line in idle] == [False, False, False, True]
     assert all(len(line) <= 100 for line in out.splitlines())
     assert "model.layers.1.input_layernorm" in page.read_text()
-    assert f"wrote {page}" in err
+    assert f"wrote {page}" in err and "6 of 7 required sites" in err
+    assert GAUSSIAN not in " ".join(out.split())
 
 
 @pytest.mark.slow
@@ -174,3 +176,5 @@ def test_options_reach_layers_that_are_not_traced_otherwise(
         "left": [{"why": "--skip", "count": 3, "example": "model.layers.0.self_attn.o_proj"}],
     }
     assert found["options"]["tensor_scale"] == "bound"
+    # Public checkpoints were trained with RMSNorm: the notes have the advice, as a compile has it.
+    assert found["notes"].count(GAUSSIAN) == found["report"]["warnings"].count(GAUSSIAN) == 1

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mxnorm_pass.backend import explain
-from mxnorm_pass.choices import GAUSSIAN, idle
+from mxnorm_pass.choices import idle
 from mxnorm_pass.cli.errors import ModelError, brief
 from mxnorm_pass.cli.from_config import Built, make_inputs
 from mxnorm_pass.cli.groups import (
@@ -160,10 +160,7 @@ def explain_config(
 
 
 def _idle_in_whole(report: Report, config: MXNormConfig, layers: Layers) -> None:
-    """Warn of choices that the whole model does not meet, in place of what the trace does not.
-
-    The advice on checkpoints is for a compile; here nothing is computed.
-    """
+    """Warn of choices that the whole model does not meet, in place of what the trace does not."""
     paths = [site.norm for site in report.sites]
     ids = [site.id for site in report.sites]
     traced = idle(config, paths, ids)
@@ -173,7 +170,7 @@ def _idle_in_whole(report: Report, config: MXNormConfig, layers: Layers) -> None
         [other for path in paths for other in layers.alike(path)],
         [f"{other}#{n}" for path, _, n in numbered for other in layers.alike(path)],
     )
-    report.warnings[:] = [w for w in report.warnings if w not in (*traced, GAUSSIAN)] + whole
+    report.warnings[:] = [w for w in report.warnings if w not in traced] + whole
 
 
 def _lower_bound(report: Report, layers: Layers, readers: Readers) -> list[str]:
@@ -250,7 +247,7 @@ def _trace(
     )
     try:
         with hook, warnings.catch_warnings():
-            # The advice on checkpoints is for a compile; here nothing is computed.
+            # The notes have the advice on checkpoints.
             warnings.filterwarnings("ignore", message="mxnorm: this inference graph")
             return explain(model, training=training, config=config, **inputs)
     except Exception as error:
