@@ -13,7 +13,7 @@ from typing import Any
 from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.report import Report
 from mxnorm_pass.trust.statistics import Channel, Worst
-from mxnorm_pass.trust.tables import flagged_lines, site_table
+from mxnorm_pass.trust.tables import flagged_lines, site_table, unmeasured_lines
 
 SCHEMA = "mxnorm-fidelity/1"
 
@@ -58,7 +58,8 @@ class SiteFidelity:
         measured_at: ``outputs``, or ``rows`` where no linear's weight could be had (matmuls of
             codes, experts): then the errors are those of the dequantised rows.
         reasons: what is beyond the bounds; empty for a site that is not flagged.
-        advice: ``calibrate``, ``exact``, ``exclude`` or ``keep``.
+        advice: ``calibrate``, ``exact``, ``exclude``, ``keep``, or ``measure`` where the batches
+            had no row to measure.
     """
 
     id: str
@@ -95,8 +96,13 @@ class SiteFidelity:
 
     @property
     def flagged(self) -> bool:
-        """Beyond the bounds."""
+        """Beyond the bounds, or estimated and not measured: in both cases not to be trusted."""
         return bool(self.reasons)
+
+    @property
+    def measured(self) -> bool:
+        """Whether there was a row to compare."""
+        return self.rows > 0
 
 
 @dataclass
@@ -127,11 +133,17 @@ class Fidelity:
 
     @property
     def flagged(self) -> list[SiteFidelity]:
-        """Sites beyond the bounds."""
+        """Sites beyond the bounds, and those that are estimated and were not measured."""
         return [site for site in self.sites if site.flagged]
+
+    @property
+    def unmeasured(self) -> list[SiteFidelity]:
+        """Sites of which the batches had no row, or none but zeros, NaN and Inf."""
+        return [site for site in self.sites if not site.measured]
 
     def exact_where(self) -> MXNormConfig:
         """The options with the true RMS kept at every flagged norm: "exact where fidelity says so".
+        Where nothing was measured it does not say otherwise, so that is exact too.
 
         A flagged norm that has no module path cannot be named: then all norms keep it.
         """
@@ -147,6 +159,7 @@ class Fidelity:
             f"{len(self.flagged)} flagged (median off by more than {self.bound:.0%},",
             f"more than {self.tail:.1%} of the rows off by that, or one row off by "
             f"{self.worst_bound:.0%})",
+            *unmeasured_lines(self.unmeasured),
             *site_table(self.sites),
             *flagged_lines(self.sites),
         ]
@@ -173,6 +186,7 @@ class Fidelity:
             "loss_estimate": self.loss_estimate,
             "config": self.config.describe(),
             "flagged": [site.id for site in self.flagged],
+            "unmeasured": [site.id for site in self.unmeasured],
             "sites": [dataclasses.asdict(site) for site in self.sites],
         }
         text = json.dumps(_finite(content), indent=1, allow_nan=False)
@@ -191,11 +205,21 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def nothing_but(site: SiteFidelity) -> str:
+    """What the batches had for a site without a row to measure."""
+    kinds = {"rows of zeros": site.zero_rows, "rows with NaN or Inf": site.nonfinite_rows}
+    return " and ".join(f"{n} {kind}" for kind, n in kinds.items() if n) or "no rows"
+
+
 def judge(site: SiteFidelity, bound: float, tail: float, worst_bound: float) -> None:
     """What is beyond the bounds, and what helps: one constant, or the true RMS."""
     if site.nonfinite_rows:
         site.reasons.append(f"{site.nonfinite_rows} rows hold NaN or Inf")
-    if site.rows:
+    elif not site.measured and site.rms != "exact":
+        site.reasons.append(f"nothing was measured: {nothing_but(site)}")
+        site.advice = "measure"
+        return
+    if site.measured:
         if abs(site.median - 1) > bound:
             site.reasons.append(f"the median ratio is {site.median:.3f}")
         if site.beyond > tail:

@@ -23,7 +23,7 @@ from mxnorm_pass.ops import OP
 from mxnorm_pass.ops.rmsnorm_mxquant import parse_rounding
 from mxnorm_pass.report import SiteReport
 from mxnorm_pass.theory import error_sd
-from mxnorm_pass.trust.findings import Fidelity, SiteFidelity, judge
+from mxnorm_pass.trust.findings import Fidelity, SiteFidelity, judge, nothing_but
 from mxnorm_pass.trust.statistics import Channels, LogHistogram, Noise, WorstRows
 from mxnorm_pass.trust.taps import Rows, Tapped, mean_squares
 from mxnorm_pass.trust.tracing import LossFn, as_batches, loss_of
@@ -74,7 +74,8 @@ def fidelity(
 
     Raises:
         ValueError: for options that estimate nothing, bounds and counts that are no positive
-            numbers, no batches, or a model without a site.
+            numbers, no batches, a model without a site, or batches without a row to measure: no
+            rows at all, or none but zeros.
     """
     chosen = MXNormConfig.checked(config)
     if chosen.rms == "exact":
@@ -100,6 +101,9 @@ def fidelity(
     if watch.batch < 0:
         raise ValueError("batches is empty")
     sites = [site.result(bound, tail, worst_bound) for site in watch.sites.values()]
+    if not any(site.measured or site.nonfinite_rows for site in sites):
+        seen = "; ".join(f"{site.id}: {nothing_but(site)}" for site in sites)
+        raise ValueError(f"nothing was measured in {watch.batch + 1} batch(es): {seen}")
     return Fidelity(
         sites,
         chosen,

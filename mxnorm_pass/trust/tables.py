@@ -102,6 +102,13 @@ def site_table(sites: Sequence[SiteFidelity]) -> list[str]:
     return lines
 
 
+def unmeasured_lines(sites: Sequence[SiteFidelity]) -> list[str]:
+    """Where the batches had no row that could be measured."""
+    if not sites:
+        return []
+    return wrap(f"nothing was measured at: {', '.join(site.id for site in sites)}")
+
+
 def flagged_lines(sites: Sequence[SiteFidelity]) -> list[str]:
     """What is wrong with the flagged sites, where, and what to do."""
     lines = []
@@ -128,5 +135,7 @@ ADVICE = {
     "exact": "Exact: one constant does not mend this; keep the true RMS, "
     "MXNormConfig(exact=...) or exact_where()",
     "exclude": "Exclude, or mend the model: nothing can be said of such rows",
+    "measure": "Measure: give batches with rows that reach it; until then keep the true RMS, as "
+    "exact_where() does",
     "keep": "Keep",
 }
