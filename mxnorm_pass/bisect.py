@@ -12,26 +12,41 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mxnorm_pass.choices import DISABLE, OFF, disabled
 
+# How far it came goes into a file: a status or a line of output could be the script's own.
 _CHECK = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("__mxnorm_check__", sys.argv[1])
+import importlib.util, os, pathlib, sys
+script, name, folder = sys.argv[1:]
+stage = pathlib.Path(os.environ.pop("_MXNORM_STAGE", os.devnull))
+sys.argv[:] = [script]
+spec = importlib.util.spec_from_file_location("__mxnorm_check__", script)
 module = importlib.util.module_from_spec(spec)
 sys.modules["__mxnorm_check__"] = module
-sys.path[0] = sys.argv[3]
-spec.loader.exec_module(module)
-result = getattr(module, sys.argv[2])()
+sys.path[0] = folder
+try:
+    spec.loader.exec_module(module)
+except (Exception, SystemExit) as error:
+    stage.write_text(f"raised {type(error).__name__}: {error}", errors="replace")
+    raise
+function = getattr(module, name, None)
+stage.write_text("called" if callable(function) else "missing")
+result = function()
 sys.exit(0 if result is None or result else 1)
 """
 
 
 class BisectError(RuntimeError):
     """The check does not fail because of a site, so there is nothing to find."""
+
+
+class ScriptError(RuntimeError):
+    """The script is no Python, or fails before its check is called."""
 
 
 @dataclass
@@ -83,8 +98,9 @@ def bisect(
         input", 2002): about ``2 log2(n)`` runs for one bad site among n.
 
     Raises:
-        ValueError: where the script is missing, the function's name is empty, or a function is
-            given arguments.
+        ValueError: where the script or its function is missing, the function's name is empty, or a
+            function is given arguments.
+        ScriptError: where the script has a syntax error, or fails before its function is called.
         BisectError: where the check fails with the pass off as well, passes with it on, or no site
             is rewritten; the message holds the end of the output of a check that fails.
     """
@@ -99,7 +115,8 @@ class _Search:
         timeout: float | None,
         progress: Callable[[str], None],
     ) -> None:
-        self.command = _command(target, args)
+        self.script, self.function = _target(target, args)
+        self.command = _command(self.script, self.function, args)
         self.timeout = timeout
         self.progress = progress
         self.known: dict[frozenset[str], bool] = {}
@@ -109,7 +126,12 @@ class _Search:
     def run(self) -> Bisection:
         for name, value in _switches().items():
             self.progress(f"{name}={value} of the environment is left out: every site takes part")
-        if not self._passes({DISABLE: "1"}, "the pass off"):
+        with tempfile.TemporaryDirectory() as folder:
+            stage = Path(folder, "stage")
+            stage.touch()
+            passes = self._passes({DISABLE: "1", "_MXNORM_STAGE": str(stage)}, "the pass off")
+            self._check_called(stage.read_text(errors="replace"))
+        if not passes:
             raise BisectError(f"the check fails with the pass off as well:\n{self.output}")
         with tempfile.TemporaryDirectory() as folder:
             passes = self._passes({"MXNORM_DUMP": folder}, "every site on")
@@ -135,6 +157,13 @@ class _Search:
         self.known[frozenset(self.sites)] = True
         found = self._minimise(self.sites)
         return Bisection(found, self.tried, self.sites)
+
+    def _check_called(self, stage: str) -> None:
+        """Raise where a function was not called, so that the run says nothing of it."""
+        if stage == "missing":
+            raise ValueError(f"{self.script} has no function {self.function!r}")
+        if stage.startswith("raised"):
+            raise ScriptError(f"{self.script} {' '.join(stage.split())[:400]}")
 
     def _minimise(self, sites: list[str]) -> list[str]:
         """ddmin: halves, then their complements, then finer parts."""
@@ -186,21 +215,31 @@ class _Search:
         return status == 0
 
 
-def _command(target: str, args: list[str]) -> list[str]:
+def _target(target: str, args: list[str]) -> tuple[Path, str]:
+    """The script and its function, "" for none; what is wrong without running it is said."""
     # A path may hold colons itself: a function is what stands behind the script's name.
     script, colon, function = target.rpartition(":")
-    if not colon or Path(target).is_file():
-        script, function = target, ""
-    path = Path(script)
-    if not path.is_file() or (colon and script != target and not function):
+    whole = not colon or Path(target).is_file()
+    path = Path(target if whole else script)
+    if not path.is_file() or not (whole or function):
         raise ValueError(
             f"{target!r}: expected script.py or script.py:check with a readable script"
         )
-    if not function:
-        return [sys.executable, str(path), *args]
-    if args:
+    if function and not whole and args:
         raise ValueError(f"{target!r} is a function and takes no arguments: {args}")
-    return [sys.executable, "-c", _CHECK, str(path), function, str(path.parent.resolve())]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise ScriptError(f"{path} raised {type(error).__name__}: {error}") from error
+    return path, "" if whole else function
+
+
+def _command(script: Path, function: str, args: list[str]) -> list[str]:
+    if not function:
+        return [sys.executable, str(script), *args]
+    return [sys.executable, "-c", _CHECK, str(script), function, str(script.parent.resolve())]
 
 
 def _switches() -> dict[str, str]:

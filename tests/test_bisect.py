@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxnorm_pass.bisect import BisectError, Bisection, _Search, bisect
+from mxnorm_pass.bisect import BisectError, Bisection, ScriptError, _Search, bisect
 
 # Three norms; what feeds the last has one channel a thousand times the others: there the estimate
 # of the RMS is more than twice too large. (A factor at an earlier one is taken out by the next
@@ -112,6 +112,27 @@ def test_failures_that_no_site_makes(tmp_path: Path) -> None:
     Path(target).write_text("import os, sys; sys.exit('MXNORM_DISABLE' not in os.environ)")
     with pytest.raises(BisectError, match="no site is rewritten"):
         bisect(target)
+
+
+def test_a_script_that_does_not_reach_its_check(tmp_path: Path) -> None:
+    """As `mxnorm explain` has it: none of this is a check that fails."""
+    script = tmp_path / "b.py"
+    script.write_text("nothing = 3\ndef check(): pass")
+    for name in ("nope", "nothing"):
+        with pytest.raises(ValueError, match=f"b.py has no function '{name}'"):
+            bisect(f"{script}:{name}")
+    for body, said in (
+        ("def check(:", "SyntaxError: .*line 1"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("import no_such_neighbour", "ModuleNotFoundError: No module named 'no_such_neighbour'"),
+    ):
+        script.write_text(f"{body}\ndef check(): pass")
+        with pytest.raises(ScriptError, match=f"b.py raised {said}"):
+            bisect(f"{script}:check")
+    # Of a script without a function the exit status is the check, but this is none.
+    script.write_text("def check(:")
+    with pytest.raises(ScriptError, match=r"b\.py raised SyntaxError"):
+        bisect(str(script))
 
 
 def test_no_site_rewritten_is_no_pass_with_every_site(tmp_path: Path) -> None:

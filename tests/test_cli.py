@@ -182,6 +182,20 @@ def test_what_cannot_be_traced_is_said_with_its_cause(
     assert main(["explain", f"{script}:served", "--infer", "--require", "1"]) == 0
 
 
+def test_bisect_of_a_script_that_fails_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "b.py"
+    script.write_text("def check(:")
+    status, message = fails(["bisect", f"{script}:check"], capsys)
+    assert status == 3 and "b.py raised SyntaxError" in message
+    status, message = fails(["bisect", f"{script}:"], capsys)
+    assert status == 2 and "expected script.py or script.py:check" in message
+    script.write_text("def check(): pass")
+    assert main(["bisect", f"{script}:nope"]) == 2
+    assert capsys.readouterr().err.endswith("b.py has no function 'nope'\n")
+
+
 def test_json_is_all_that_stdout_gets(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

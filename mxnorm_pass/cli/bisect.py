@@ -6,15 +6,21 @@ import argparse
 import dataclasses
 import json
 
-from mxnorm_pass.bisect import BisectError, bisect
-from mxnorm_pass.cli.errors import NOT_MET, OK
+from mxnorm_pass.bisect import BisectError, ScriptError, bisect
+from mxnorm_pass.cli.errors import NOT_MET, OK, ModelError
 from mxnorm_pass.cli.output import Output
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Exit status of ``mxnorm bisect``: 0 where a site was found, 1 where there is none to find."""
+    """Exit status of ``mxnorm bisect``: 0 where a site was found, 1 where there is none to find.
+
+    Raises:
+        ModelError: where the script fails before its check is called.
+    """
     try:
         found = bisect(args.target, args.script_args, timeout=args.timeout, progress=out.note)
+    except ScriptError as error:
+        raise ModelError(str(error)) from error
     except BisectError as error:
         message = str(error)
         out.result(lambda: json.dumps({"sites": [], "error": message}, indent=1), message)
