@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from mxnorm_pass.formats import BLOCK_SIZES
+from mxnorm_pass.theory import constant_bounds
+
 PREFIX = "mxnorm."
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -41,6 +44,24 @@ class Constants(dict[str, float]):
     def __init__(self, constants: Mapping[str, float], blocks: Mapping[str, int]) -> None:
         super().__init__(constants)
         self.blocks = dict(blocks)
+
+
+_WIDEST = 2**20
+"""Elements of a row that a calibration file's constants are allowed to be of: it does not say."""
+
+
+def _check_constant(file: Path, site: str, c: float, p: int, block: int | None) -> None:
+    """Refuses a constant that is right for no row at all."""
+    size = block or max(BLOCK_SIZES)
+    low, high = constant_bounds(p, size, max(1, _WIDEST // size))
+    # The rows it was fitted to were float32.
+    if not low * 0.999 <= c <= high * 1.001:
+        of = f"blocks of {block}" if block else f"blocks of up to {size}"
+        of += f" in rows of up to {_WIDEST}" if p == 1 else ""
+        raise ValueError(
+            f"calibration file {file}: c = {c:g} at {site!r} is right for no row: with p={p} and "
+            f"{of}, rms / (mean m^p)^(1/p) lies from {low:.4g} to {high:.4g}"
+        )
 
 
 def ids_in(variable: str) -> list[str]:
@@ -185,7 +206,8 @@ class MXNormConfig:
         """Constants per norm path from the calibration file; empty for ``gaussian``.
 
         Raises:
-            ValueError: where the file is missing, no JSON, or made for another p.
+            ValueError: where the file is missing, no JSON, made for another p, or has a constant
+                that is right for no row (:func:`mxnorm_pass.theory.constant_bounds`).
         """
         if self.correction == "gaussian":
             return Constants({}, {})
@@ -211,8 +233,12 @@ class MXNormConfig:
                 f"calibration file {path} is for p={content.get('p')!r}, the config has p={self.p}"
             )
         blocks = content.get("blocks", {})
-        if not isinstance(blocks, dict) or not all(type(b) is int for b in blocks.values()):
+        if not isinstance(blocks, dict) or not all(
+            type(b) is int and b > 0 for b in blocks.values()
+        ):
             raise ValueError(f"calibration file {path}: 'blocks' is no {{norm path: block size}}")
+        for site, c in sites.items():
+            _check_constant(path, site, float(c), self.p, blocks.get(site))
         return Constants({str(k): float(c) for k, c in sites.items()}, blocks)
 
     @classmethod

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = [
     "DISTRIBUTIONS",
     "computed_bound",
+    "constant_bounds",
     "correction",
     "error_sd",
     "inverse_correction",
@@ -381,6 +382,26 @@ def ratio_bounds(
     _check_count("k_blocks", k_blocks)
     e = math.pow(k_blocks, 0.5 - 1.0 / p)
     return c * min(1.0, e), c * math.sqrt(block_size) * max(1.0, e)
+
+
+def constant_bounds(p: float, block_size: int, k_blocks: int) -> tuple[float, float]:
+    """Least and greatest constant that is right for some row: ``c = rms / M`` with the power mean
+    ``M = (mean_k m_k^p)^(1/p)``.
+
+    From `ratio_bounds`: ``[1 / (sqrt(B) max(1, e)), 1 / min(1, e)]`` with ``e = K^(1/2 - 1/p)``.
+    For ``p = 2`` that is ``[1 / sqrt(B), 1]``, for ``p = 1`` it is ``[1 / sqrt(B), sqrt(K)]``. A
+    median over rows cannot leave it either.
+
+    Args:
+        p: exponent of the power mean, any number >= 1.
+        block_size: ``B``, elements per block.
+        k_blocks: ``K``, blocks per row.
+    """
+    _check_p(p)
+    _check_count("block_size", block_size)
+    _check_count("k_blocks", k_blocks)
+    e = math.pow(k_blocks, 0.5 - 1.0 / p)
+    return 1.0 / (math.sqrt(block_size) * max(1.0, e)), 1.0 / min(1.0, e)
 
 
 def output_bound(p: float, block_size: int, k_blocks: int, dist: str = "gaussian") -> float:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxnorm_pass.theory import correction, ratio_bounds
+from mxnorm_pass.config import MXNormConfig
+from mxnorm_pass.theory import constant_bounds, correction, ratio_bounds
 from mxnorm_pass.trust.changes import Changes, Rounding
 from mxnorm_pass.trust.measuring import ratio_ends
 from mxnorm_pass.trust.statistics import BINS, Channels, LogHistogram, Noise, WorstRows
+from mxnorm_pass.trust.taps import mean_squares
 
 LOW, HIGH = 0.4, 2.4
 BIN = math.log(HIGH / LOW) / BINS + 1e-6
@@ -128,3 +132,31 @@ def test_undo_restores_every_bit(patterns: list[int]) -> None:
         assert changes.active and bool((tensor == 2).all())
     assert not changes.active
     assert torch.equal(tensor.detach().view(torch.int16), bits)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("block", [16, 32, None])
+def test_a_constant_that_no_row_has_is_refused(p: int, block: int | None, tmp_path: Path) -> None:
+    """The ends are attained by a spike per block, by equal elements, and by one block alone."""
+    k, size = 4096, block or 128
+    spikes, flat, alone = torch.zeros(k), torch.ones(k), torch.zeros(k)
+    spikes[::size] = 3.0
+    alone[:size] = 3.0
+    true, power = mean_squares(torch.stack([spikes, flat, alone]), size, p)
+    low, high, widest = (true / power).sqrt().tolist()
+    assert low == pytest.approx(size**-0.5) and high == pytest.approx(1)
+    ends = constant_bounds(p, size, k // size)
+    assert ends == pytest.approx((low, widest if p == 1 else high))
+    path = tmp_path / "c.json"
+
+    def read(c: float) -> float:
+        blocks = {} if block is None else {"a.norm": block}
+        path.write_text(json.dumps({"p": p, "sites": {"a.norm": c}, "blocks": blocks}))
+        return MXNormConfig(p=p, correction=str(path)).calibration()["a.norm"]
+
+    for c in (low, high, *([widest] if p == 1 else [])):
+        assert read(c) == c
+    says = rf"c\.json: c = .* at 'a\.norm' is right for no row: with p={p} and blocks of .*{size}"
+    for c in (0.99 * low, 1.01 * high if p == 2 else 1.01 * (2**20 / size) ** 0.5, 1e-6, 1e6):
+        with pytest.raises(ValueError, match=says):
+            read(c)
