@@ -15,10 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-# Where the package is not installed, it is the one beside this folder.
-sys.path.append(str(Path(__file__).parents[1]))
-
+import paths  # noqa: F401
 from kernellib.sass import BANDWIDTH, CLOCK, ISSUE, MULTIPROCESSORS, SCHEDULERS
 from trainlib.claims import REPORTED, Sources, compare, prediction, rows
 from trainlib.figures import main_rate

@@ -34,13 +34,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import paths  # noqa: F401
+
 if TYPE_CHECKING:
     from trainlib.loop import Plan, Trainer
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-sys.path.insert(0, str(Path(__file__).parent))
-# Where the package is not installed, it is the one beside this folder.
-sys.path.append(str(Path(__file__).parents[1]))
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -63,17 +63,22 @@ def main_rate(folder: Folder) -> float:
     return max(folder.rates, key=lambda rate: (len(folder.at(rate)), -rate))
 
 
+def _line(panel: Any, variant: str, series: list[float], width: int, *, named: bool) -> None:
+    """One run: the mean of ``width`` steps at the last of them."""
+    values = smooth(series, width)
+    kept = thin(len(values))
+    panel.plot(
+        [len(series) - len(values) + k + 1 for k in kept], values[kept],
+        color=colour(variant), linewidth=0.8, alpha=0.8,
+        label=label(variant) if named else None,
+    )  # fmt: skip
+
+
 def _losses(panel: Any, folder: Folder, rate: float) -> None:
     width = window(folder.plan)
     for variant in folder.variants:
         for i, curve in enumerate(folder.of(variant, rate)):
-            values = smooth(curve.loss, width)
-            kept = thin(len(values))
-            panel.plot(
-                [len(curve.loss) - len(values) + k + 1 for k in kept], values[kept],
-                color=colour(variant), linewidth=0.8, alpha=0.8,
-                label=None if i else label(variant),
-            )  # fmt: skip
+            _line(panel, variant, curve.loss, width, named=i == 0)
     # The first steps from the initial loss on would squeeze all others into one line.
     ends = [final(c) for c in folder.at(rate) if not diverged(c)]
     if ends:
@@ -157,13 +162,7 @@ def spread(folder: Folder) -> Figure:
                 left.errorbar(i + 0.2, statistics.fmean(values), statistics.stdev(values),
                               fmt="_", color=colour(variant), capsize=4)  # fmt: skip
             for j, curve in enumerate(found):
-                values = smooth(curve.grad_norm, width)
-                kept = thin(len(values))
-                right.plot(
-                    [len(curve.loss) - len(values) + k + 1 for k in kept], values[kept],
-                    color=colour(variant), linewidth=0.8, alpha=0.8,
-                    label=None if j else label(variant),
-                )  # fmt: skip
+                _line(right, variant, curve.grad_norm, width, named=j == 0)
                 at = results.spike_steps(curve)
                 right.plot(at, [curve.grad_norm[k] for k in at], "x", color=colour(variant),
                            markersize=5)  # fmt: skip

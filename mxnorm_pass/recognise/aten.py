@@ -237,6 +237,11 @@ def reduces_last_axis(node: Node) -> bool:
     return rank > 0 and dims[0] % rank == rank - 1
 
 
+def carries(node: Node) -> bool:
+    """What comes out is made of what went in, element by element or moved."""
+    return is_pointwise(node) or keeps_order(node) or moves(node)
+
+
 def is_backward(node: Node) -> bool:
     """In the backward half of a joint graph."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")

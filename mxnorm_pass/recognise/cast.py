@@ -203,8 +203,7 @@ class _Dependence:
             if top in self._known:
                 stack.pop()
                 continue
-            passes = aten.is_pointwise(top) or aten.keeps_order(top) or aten.moves(top)
-            sources = top.all_input_nodes if passes else []
+            sources = top.all_input_nodes if aten.carries(top) else []
             unknown = [n for n in sources if n not in self._known]
             if unknown:
                 stack.extend(unknown)

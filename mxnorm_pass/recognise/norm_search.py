@@ -60,17 +60,12 @@ def norm_behind(node: Node, known: Collection[Node]) -> Node | None:
     """
 
     def passes(n: Node) -> bool:
-        return _carries(n) or n.target in aten.MAXIMA
+        return aten.carries(n) or n.target in aten.MAXIMA
 
     for top in upwards([node], passes, known=known, most=MAX_PIECE):
         if top.target in MEANS and aten.reduces_last_axis(top) and is_of_squares(top):
             return top
     return None
-
-
-def _carries(node: Node) -> bool:
-    """What comes out is made of what went in, element by element or moved."""
-    return aten.is_pointwise(node) or aten.keeps_order(node) or aten.moves(node)
 
 
 def _over_ranks(source: Node) -> None:
@@ -80,7 +75,7 @@ def _over_ranks(source: Node) -> None:
         return aten.is_collective(n) and "reduce" in str(n.target)
 
     def passes(n: Node) -> bool:
-        return _carries(n) and not adds_up(n)
+        return aten.carries(n) and not adds_up(n)
 
     for node in filter(adds_up, upwards([source], passes, most=MAX_PIECE)):
         for statistic in row_statistics(node.all_input_nodes[0]):
@@ -95,7 +90,7 @@ def _behind_scatter(source: Node) -> None:
         return n.target in aten.SCATTERS and not aten.is_pointwise(n)
 
     def passes(n: Node) -> bool:
-        return _carries(n) or scatters(n)
+        return aten.carries(n) or scatters(n)
 
     blocking: Node | None = None
     for node in upwards([source], passes, most=MAX_PIECE):

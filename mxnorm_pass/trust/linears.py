@@ -352,8 +352,7 @@ def _reached(start: Node) -> list[tuple[Node, Node]]:
         for user in node.users:
             if user.target in aten.SYM_SIZE or user.target in aten.METADATA_ASSERTS:
                 continue
-            passes = aten.is_pointwise(user) or aten.keeps_order(user) or aten.moves(user)
-            if passes and user.target not in aten.MATMULS:
+            if aten.carries(user) and user.target not in aten.MATMULS:
                 if user not in seen:
                     seen.add(user)
                     queue.append(user)

@@ -149,8 +149,7 @@ def _made_per_row(statistic: Node) -> Iterator[Node]:
     rows = _per_row(statistic)
 
     def is_made(n: Node) -> bool:
-        passes = aten.is_pointwise(n) or aten.keeps_order(n) or aten.moves(n)
-        return n is statistic or (passes and aten.same_shape(_per_row(n), rows))
+        return n is statistic or (aten.carries(n) and aten.same_shape(_per_row(n), rows))
 
     return filter(is_made, downwards([statistic], is_made, most=MAX_PIECE))
 
