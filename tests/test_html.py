@@ -142,7 +142,9 @@ def test_a_rewritten_site(page: Opened, mixed: Report) -> None:
     detail.locator(f".pane.before g.node[data-nodes={name}]").press("Enter")
     assert "aten.mean.dim" in words(detail.locator(".picked"))
     detail.locator(".pane.before .nodes summary").click()
+    # The list is filled when the browser says that it was opened, which is after the click.
     listed = detail.locator(".pane.before .nodes tbody tr")
+    listed.first.wait_for()
     assert listed.count() == len(nodes(result, site, "before"))
     source = words(detail.locator(".source"))
     assert "models.py" in source and "absmax = blocks.abs().amax(-1, keepdim=True)" in source
