@@ -56,7 +56,7 @@ def make_corpus(args: argparse.Namespace) -> int:
     from trainlib import corpus
     from trainlib.loop import VOCAB
 
-    made = corpus.build(args.archive, args.bytes, VOCAB)
+    made = corpus.build(args.archive, args.bytes, VOCAB, args.longest)
     corpus.save(made, args.out)
     print(json.dumps(made.describe(), indent=1))
     return 0
@@ -193,14 +193,18 @@ def write_document(args: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     import torch
-    from trainlib import digits
+    from trainlib import corpus, digits
     from trainlib.loop import SIZES, VARIANTS
 
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = made.add_subparsers(required=True)
     one = commands.add_parser("corpus", help="tokenise the archive")
     one.add_argument("archive", type=Path)
-    one.add_argument("--bytes", type=whole, default=150_000_000, help="of text (default 150e6)")
+    one.add_argument("--bytes", type=whole, default=110_000_000, help="of text (default 110e6)")
+    one.add_argument(
+        "--longest", type=whole, default=corpus.LONGEST,
+        help=f"bytes of a file; longer ones are left out (default {corpus.LONGEST})",
+    )  # fmt: skip
     one.add_argument("--out", type=Path, required=True)
     one.set_defaults(command=make_corpus)
     two = commands.add_parser("run", help="train every variant from every seed at every rate")

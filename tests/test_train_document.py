@@ -60,10 +60,13 @@ def curve(variant: str, seed: int, rate: float, steps: int, end: str = "") -> Cu
     return made
 
 
-def save(folder: Path, size: str, variants, seeds, rates, ends=None, steps=120) -> None:
+def save(
+    folder: Path, size: str, variants, seeds, rates, ends=None, steps=120, longest=10**5
+) -> None:
     text = corpus.Corpus(
-        np.zeros(9_400_000, np.uint16), "linux-source-6.1.tar.xz", 4 * 10**7, 16384, "ab" * 32
-    )
+        np.zeros(9_400_000, np.uint16), "linux-source-6.1.tar.xz", 4 * 10**7, 16384, "ab" * 32,
+        3 * 10**7, longest,
+    )  # fmt: skip
     plan = Plan(size, steps, 2, 1024, rates[0], 10, "cuda")
     made = [
         curve(v, s, r, steps, (ends or {}).get((v, r), ""))
@@ -81,7 +84,7 @@ def made(tmp_path_factory):
     ends = {("p1", 8e-3): "rises", ("p1", 32e-3): "nan", ("rmsnorm", 32e-3): "nan"}
     save(data / "15m-rates", "15m", ["rmsnorm", "p1", "p2"], [0], [2e-3, 8e-3, 32e-3], ends)
     save(data / "15m-open", "15m", ["p4", "p2-learnt"], [0], [2e-3])
-    save(data / "1b", "1b", ["rmsnorm", "p2"], [4], [3e-4], steps=60)
+    save(data / "1b", "1b", ["rmsnorm", "p2"], [4], [3e-4], steps=60, longest=10**9)
     save(data / "vit", "other", ["rmsnorm", "p2"], [0, 1], [1e-3], steps=60)
     about = json.loads((data / "vit" / "runs.json").read_text())
     about |= {"parameters": 5_000_000, "command": "python elsewhere.py --seeds 0 1"}
@@ -210,6 +213,17 @@ def test_other_folders(made) -> None:
         in page
     )
     assert "| `125m` | 125.9M | 120 | 0.25M | 0.00195 | 0.01% | 0.03 |" in page
+
+
+def test_runs_can_be_made_again_from_the_archive(made) -> None:
+    """With the text of each folder, and a word where its held-out tokens are of another kind."""
+    page = made[1].read_text()
+    text = "    python benchmarks/train.py corpus usr/src/linux-source-6.1.tar.xz --bytes 30000000"
+    assert page.count(f"{text} --longest 100000 --out corpus.npz\n") == 3
+    assert page.count(f"{text} --longest 1000000000 --out corpus.npz\n") == 1
+    assert page.count("    python benchmarks/train.py run ") == 4
+    assert page.count("    python elsewhere.py --seeds 0 1\n") == 1
+    assert page.count("validation losses on them say little") == 1
 
 
 def test_figures(made) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -115,9 +117,8 @@ def markov(path: Path) -> corpus.Corpus:
     """Ids that follow each other by chance, so that there is something to learn."""
     steps = np.random.default_rng(0).integers(0, 7, size=corpus.VALIDATION + 30_000)
     tokens = (np.cumsum(steps) % 300).astype(np.uint16)
-    made = corpus.Corpus(
-        tokens, "test", len(tokens), 300, hashlib.sha256(tokens.tobytes()).hexdigest()
-    )
+    digest = hashlib.sha256(tokens.tobytes()).hexdigest()
+    made = corpus.Corpus(tokens, "test", len(tokens), 300, digest, len(tokens), 1)
     corpus.save(made, path)
     return made
 
@@ -132,12 +133,29 @@ def test_a_corpus_comes_back_or_is_refused(tmp_path: Path) -> None:
         corpus.load(path)
 
 
+def test_a_corpus_of_files_that_are_short_enough(tmp_path: Path) -> None:
+    """What it was made with is in it, as the page's commands need it."""
+    archive = tmp_path / "linux-source.tar"
+    with tarfile.open(archive, "w") as tar:
+        for name, size in (("a.c", 90), ("b.h", 100), ("c.rst", 101), ("d.bin", 5)):
+            info = tarfile.TarInfo(name)
+            info.size = size
+            tar.addfile(info, io.BytesIO(bytes([ord("x")]) * size))
+    out = tmp_path / "corpus.npz"
+    argv = ["corpus", str(archive), "--bytes", "1e6", "--out", str(out)]
+    assert train.main([*argv, "--longest", "100"]) == 0
+    made = corpus.load(out)
+    assert made.text_bytes == 192 and (made.limit, made.longest) == (1_000_000, 100)
+    assert train.main(argv) == 0
+    assert corpus.load(out).text_bytes == 294
+
+
 def test_norms_of_two_rates_stay_apart(tmp_path: Path) -> None:
     curves = [curve("p2", 0, [3.0]), curve("p2", 0, [2.0])]
     curves[1].rate = 1e-2 / 3
     for c, peak in zip(curves, (5.0, 7.0), strict=True):
         c.norms = [{"norm": "0.ffn_norm", "peak": peak}]
-    made = corpus.Corpus(np.zeros(5, np.uint16), "test", 5, 300, "")
+    made = corpus.Corpus(np.zeros(5, np.uint16), "test", 5, 300, "", 5, 5)
     results.save(tmp_path, Plan("tiny", 1, 2, 32, 1e-3, 1, "cpu"), made, curves, {"device": "CPU"})
     _, found = results.load(tmp_path)
     peaks = {c.rate: [n["peak"] for n in c.norms] for c in found}

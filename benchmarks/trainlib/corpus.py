@@ -15,8 +15,8 @@ import numpy as np
 
 SUFFIXES = (".c", ".h", ".rst", ".S", ".txt", ".py")
 SEED = 20  # of the order of files
-# Longer files are tables of registers that a program wrote, the same line thousands of times: two
-# fifths of the text.
+# Bytes. Longer files are tables of registers that a program wrote, the same line thousands of
+# times: two fifths of the text.
 LONGEST = 150_000
 TOKENIZER_BYTES = 24_000_000
 PART = 1 << 16  # characters that are tokenised at a time
@@ -33,6 +33,7 @@ class Corpus:
         text_bytes: bytes of text.
         vocab: ids that there are.
         sha256: of the token ids.
+        limit, longest: what :func:`build` was told.
     """
 
     tokens: Any
@@ -40,6 +41,8 @@ class Corpus:
     text_bytes: int
     vocab: int
     sha256: str
+    limit: int
+    longest: int
 
     def describe(self) -> dict[str, Any]:
         """Everything but the tokens, and how many they are."""
@@ -49,13 +52,15 @@ class Corpus:
             "tokens": len(self.tokens),
             "vocab": self.vocab,
             "sha256": self.sha256,
+            "limit": self.limit,
+            "longest": self.longest,
         }
 
 
-def texts(archive: Path, limit: int) -> Iterator[str]:
+def texts(archive: Path, limit: int, longest: int) -> Iterator[str]:
     """Files of the archive in a random order that the seed fixes, up to ``limit`` bytes.
 
-    Without those above ``LONGEST``.
+    Without those of more than ``longest`` bytes.
     """
     with tarfile.open(archive) as tar:
         found = {
@@ -63,7 +68,7 @@ def texts(archive: Path, limit: int) -> Iterator[str]:
             for member in tar
             if member.isfile()
             and member.name.endswith(SUFFIXES)
-            and member.size <= LONGEST
+            and member.size <= longest
             and (file := tar.extractfile(member)) is not None
         }
     names = sorted(found)
@@ -76,11 +81,11 @@ def texts(archive: Path, limit: int) -> Iterator[str]:
         yield found[name].decode("utf-8", "replace") + "\n"
 
 
-def build(archive: Path, limit: int, vocab: int) -> Corpus:
+def build(archive: Path, limit: int, vocab: int, longest: int = LONGEST) -> Corpus:
     """Tokenise by a byte-level BPE that is trained on the beginning of the same text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    text = "".join(texts(archive, limit))
+    text = "".join(texts(archive, limit, longest))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -94,7 +99,7 @@ def build(archive: Path, limit: int, vocab: int) -> Corpus:
     encoded = tokenizer.encode_batch_fast(parts)
     tokens = np.concatenate([np.asarray(e.ids, dtype=np.uint16) for e in encoded])
     digest = hashlib.sha256(tokens.tobytes()).hexdigest()
-    return Corpus(tokens, archive.name, len(text.encode()), vocab, digest)
+    return Corpus(tokens, archive.name, len(text.encode()), vocab, digest, limit, longest)
 
 
 def save(corpus: Corpus, path: Path) -> None:

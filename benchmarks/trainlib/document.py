@@ -63,6 +63,11 @@ def setup(found: dict[str, Folder]) -> Lines:
                 f"a byte-level BPE of {about['vocab']:,} ids, of which the last "
                 f"{corpus.VALIDATION:,} are held out; SHA-256 of the ids `{about['sha256'][:16]}`"
             )
+            if about["longest"] > corpus.LONGEST:
+                parts.append(
+                    "with tables of registers that a program wrote, which the held-out tokens are "
+                    "of too: validation losses on them say little"
+                )
         if "images" in about:
             parts.append(f"{about['images']:,} images, {about['held_out']:,} of them held out")
         said_of[f"- {'; '.join(parts)}."] = None
@@ -211,7 +216,7 @@ def every_run(found: dict[str, Folder]) -> Lines:
             for file in ("curves.csv", "norms.csv", "runs.json")
         )
         lines += [f"### {name}", "", f"{machines([folder])}. {links}.", ""]
-        lines += [f"    {folder.command()}", ""]
+        lines += [*(f"    {command}" for command in folder.commands()), ""]
         lines += ["<details markdown>", f"<summary>{len(rows)} runs</summary>", ""]
         lines += [*table(head, rows), "", "</details>", ""]
     return lines

@@ -83,17 +83,21 @@ class Folder:
         found = [c for c in self.curves if c.variant == variant and rate in (None, c.rate)]
         return sorted(found, key=lambda c: (c.rate, c.seed))
 
-    def command(self) -> str:
-        """The command that makes these runs."""
+    def commands(self) -> list[str]:
+        """What makes these runs, from the archive of their text on."""
         if "command" in self.about:
-            return str(self.about["command"])
+            return [str(self.about["command"])]
+        about = self.about["corpus"]
+        first = ["python", "benchmarks/train.py", "corpus", f"usr/src/{about['source']}"]
+        first += ["--bytes", str(about["limit"]), "--longest", str(about["longest"])]
+        first += ["--out", "corpus.npz"]
         plan = self.plan
         words = ["python", "benchmarks/train.py", "run", "--size", plan["size"], "--variants"]
         words += [*self.variants, "--seeds", *map(str, self.seeds), "--rates"]
         words += [*(f"{r:g}" for r in self.rates), "--tokens", str(self.tokens)]
         words += ["--batch", str(plan["batch"]), "--seq", str(plan["seq"])]
         words += ["--corpus", "corpus.npz", "--out", f"docs/data/train/{self.name}"]
-        return shlex.join(words)
+        return [shlex.join(first), shlex.join(words)]
 
 
 def read(data: Path) -> dict[str, Folder]:
