@@ -127,7 +127,7 @@ def test_undo_restores_every_bit(patterns: list[int]) -> None:
     # Any bfloat16: NaN payloads and the sign of zero come back too.
     bits = torch.tensor(patterns, dtype=torch.int16)
     tensor = torch.nn.Parameter(bits.clone().view(torch.bfloat16), requires_grad=False)
-    with Changes() as changes:
+    with Changes(torch.nn.ParameterList([tensor])) as changes:
         changes.overwrite("w", tensor, lambda w: torch.full_like(w, 2, dtype=torch.float64))
         assert changes.active and bool((tensor == 2).all())
     assert not changes.active

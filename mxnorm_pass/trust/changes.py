@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mxnorm_pass.trust.statistics import Noise
 
@@ -48,7 +48,8 @@ class Changes(AbstractContextManager["Changes"]):
     compiled graphs); only their values change. Originals lie where the parameters do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._saved: list[_Change] = []
 
     def overwrite(self, name: str, tensor: Tensor, formula: Formula) -> Rounding:
@@ -72,9 +73,17 @@ class Changes(AbstractContextManager["Changes"]):
         """Put the originals back. Safe to repeat.
 
         Raises:
-            RuntimeError: naming every parameter that something else has changed since; then nothing
-                is put back, neither there nor elsewhere.
+            RuntimeError: naming every parameter that something else has changed since, or put
+                another in the place of; then nothing is put back, neither there nor elsewhere.
         """
+        here = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        gone = [change.name for change in self._saved if id(change.tensor) not in here]
+        if gone:
+            raise RuntimeError(
+                f"undo: {', '.join(gone)} is another tensor now, as quantize_ or "
+                "load_state_dict(assign=True) leave it, so nothing was put back: load the "
+                "checkpoint into a new model"
+            )
         with torch.no_grad():
             strange = [change.name for change in self._saved if not change.left_alone()]
             if strange:

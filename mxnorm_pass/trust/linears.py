@@ -2,8 +2,10 @@
 and of every other norm with a gain, what reads it instead.
 
 A gain may be multiplied into weights only if everything that is computed from it, and everything
-that is computed from those weights, is a product of the two. Both are followed through the graph
-from the parameters on; whatever else they meet is a reason to leave them alone.
+that is computed from those weights, is a product of the two. Both are followed through all graphs
+from the parameters on, once every graph is there: one graph alone does not tell whether another
+takes a parameter for a gain. Whatever else they meet is a reason to leave them alone, and so is
+every read outside of the graphs.
 """
 
 from __future__ import annotations
@@ -29,62 +31,19 @@ from mxnorm_pass.recognise.walk import downwards
 from mxnorm_pass.trust.scaled import Norms, Scaled, is_whole
 from mxnorm_pass.trust.taps import source_of_gain
 from mxnorm_pass.trust.tracing import (
-    Parameters,
     Traced,
     as_batches,
     evaluating,
     original,
     placeholders,
 )
+from mxnorm_pass.trust.uses import Gains, GainUse, Reader, place
 
 _PRODUCTS: dict[Any, tuple[int, int]] = {
     torch.ops.aten.mm.default: (0, 1),
     torch.ops.aten.addmm.default: (1, 2),
 }
 """Matmuls with one weight -> positions of rows and weight."""
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A linear that reads a norm.
-
-    Attributes:
-        path: its module path.
-        weight: name of its weight.
-        axis: the weight's axis that the rows are contracted with.
-    """
-
-    path: str
-    weight: str
-    axis: int
-
-
-@dataclass
-class GainUse:
-    """One gain of a norm, wherever the norm stands.
-
-    Attributes:
-        gain: name of the parameter.
-        norms: module paths of the norms that it scales.
-        kinds: ``w`` or ``1+w``, and ``other`` for what else the graph makes of it.
-        readers: the linears.
-        blockers: why the gain cannot be moved into their weights.
-        quantised: what reads it and casts already, which is then the one reason.
-        linears: all module paths that were seen to read it, whatever they do with it.
-    """
-
-    gain: str
-    norms: list[str] = field(default_factory=list)
-    kinds: set[str] = field(default_factory=set)
-    readers: list[Reader] = field(default_factory=list)
-    blockers: list[str] = field(default_factory=list)
-    quantised: list[str] = field(default_factory=list)
-    linears: list[str] = field(default_factory=list)
-
-    def block(self, why: str) -> None:
-        """One more reason."""
-        if why not in self.blockers:
-            self.blockers.append(why)
 
 
 class _Look(CustomGraphPass):
@@ -101,21 +60,6 @@ class _Look(CustomGraphPass):
         return None
 
 
-@dataclass(frozen=True)
-class Gains:
-    """All that the graphs show.
-
-    Attributes:
-        uses: every gain of an RMSNorm, with what stands in the way of folding it.
-        bare: module paths of RMSNorms that no parameter scales; some may be "".
-        parameters: of the model.
-    """
-
-    uses: list[GainUse]
-    bare: list[str]
-    parameters: Parameters
-
-
 def find_gains(model: nn.Module, batches: Any) -> Gains:
     """Every gain of an RMSNorm, in front of a linear or not.
 
@@ -123,58 +67,84 @@ def find_gains(model: nn.Module, batches: Any) -> Gains:
     """
     found = _Finder(original(model))
     with evaluating(found.model):
-        traced = Traced(found.model, found.look, found.inner)
         for batch in as_batches(batches):
-            traced(batch)
+            found.traced(batch)
     return found.result()
+
+
+@dataclass
+class _Call:
+    """A graph as it was called: what it shows of its parameters."""
+
+    graph: Graph
+    names: dict[Node, str]
+    readers: dict[Node, str] = field(default_factory=dict)
+    missed: dict[Node, str] = field(default_factory=dict)
+    scaled: list[Scaled] = field(default_factory=list)
 
 
 class _Finder:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.parameters = Parameters(model)
         self.look = _Look()
+        self.traced = Traced(model, self.look, self.inner)
+        self.parameters = self.traced.parameters
         self.gains: dict[str, GainUse] = {}
         self._bare: list[str] = []
+        self._calls: dict[tuple[Any, ...], _Call] = {}
+        self._parts: dict[str, None] = {}
+        """Parameters that a graph reads a part of."""
         self._weights: dict[str, list[tuple[str, str]]] = {}
         """Weight name -> (gain that reaches it, or "", and who reads it)."""
 
     def inner(self, gm: GraphModule) -> Callable[[list[Any]], Any]:
-        unseen = [self.look.graph]
+        graph = self.look.graph
 
         def run(args: list[Any]) -> Any:
-            # Only a call shows which input is which parameter.
-            while unseen:
-                self._examine(unseen.pop(), args)
+            # Only a call shows which input is which parameter, and the next one may show others.
+            self._note(graph, args)
             return gm(*args)
 
         return run
 
-    def _examine(self, graph: Graph, args: list[Any]) -> None:
+    def _note(self, graph: Graph, args: list[Any]) -> None:
+        inputs = dict(zip(placeholders(graph), args, strict=True))
+        inputs |= {n: _attribute(graph, n) for n in graph.nodes if n.op == "get_attr"}
         names: dict[Node, str] = {}
-        for node, value in zip(placeholders(graph), args, strict=True):
+        for node, value in inputs.items():
             found = self.parameters.find(value)
             if found:
                 names[node] = found[0]
-        readers: dict[Node, str] = {}
-        missed: dict[Node, str] = {}
-        with torch.no_grad():
-            declined = self._quantised(graph, names)
-            for matmul in graph.nodes:
-                if matmul.target in aten.MATMULS:
-                    gain = self._reader(matmul, names, missed)
-                    if gain is not None:
-                        readers[matmul] = gain
-            scaled = self._scaled(graph, names, declined)
-        for node, name in names.items():
-            if name in readers.values():
-                self._follow_gain(node, self.gains[name], readers)
-            elif name in self.gains:
-                products = {n for s in scaled if s.source is node for n in s.products}
-                self._no_linear(node, products, self.gains[name], missed)
-        for node, name in names.items():
-            if any(name == r.weight for use in self.gains.values() for r in use.readers):
-                self._follow_weight(node, name, readers)
+            else:
+                self._parts |= dict.fromkeys(self.traced.outside.sharing(value))
+        self._calls.setdefault((id(graph), *names.items()), _Call(graph, names))
+
+    def _examine(self, call: _Call) -> None:
+        """The norms of a graph, and the linears that read them."""
+        declined = self._quantised(call.graph, call.names)
+        for matmul in call.graph.nodes:
+            if matmul.target in aten.MATMULS:
+                gain = self._reader(matmul, call.names, call.missed)
+                if gain is not None:
+                    call.readers[matmul] = gain
+        call.scaled = self._scaled(call.graph, call.names, declined)
+
+    def _follow(self, call: _Call) -> None:
+        """All reads of what any graph takes for a gain, or for the weight of a linear that takes
+        one.
+        """
+        weights = {r.weight for use in self.gains.values() for r in use.readers}
+        for node, name in call.names.items():
+            use = self.gains.get(name)
+            if use is not None:
+                if name not in call.readers.values():
+                    products = {n for s in call.scaled if s.source is node for n in s.products}
+                    said = self._no_linear(node, products, use, call.missed)
+                    if said:
+                        continue
+                self._follow_gain(node, use, call.readers)
+            if name in weights:
+                self._follow_weight(node, name, call.readers)
 
     def _use(self, norm: NormSpec, names: dict[Node, str]) -> GainUse | None:
         """The entry of a norm's gain; None where it is no parameter."""
@@ -182,9 +152,7 @@ class _Finder:
         if source is None or source not in names:
             return None
         use = self.gains.setdefault(names[source], GainUse(names[source]))
-        path = module_path(norm.mean)
-        if path not in use.norms:
-            use.norms.append(path)
+        use.scales(module_path(norm.mean))
         use.kinds.add(norm.gain_kind)
         return use
 
@@ -199,8 +167,7 @@ class _Finder:
             if name not in self.gains:
                 self.gains[name] = GainUse(name, kinds={gain_kind(scaled.gain)})
             use = self.gains[name]
-            if path not in use.norms:
-                use.norms.append(path)
+            use.scales(path)
             if path in declined:
                 use.quantised.extend(c for c in declined[path] if c not in use.quantised)
         gained = {scaled.norm for scaled in found}
@@ -246,10 +213,12 @@ class _Finder:
         use = None if norm is None else self._use(norm[0], names)
         if use is None:
             return None
+        weight = self._weight(matmul.args[sides[1]], names)
         path = module_path(matmul)
+        if weight is not None:
+            path = place(path, weight[0])
         if path not in use.linears:
             use.linears.append(path)
-        weight = self._weight(matmul.args[sides[1]], names)
         if matmul.target not in _PRODUCTS or weight is None:
             missed[matmul] = (
                 f"{path or matmul.name}: not a linear with one weight ({matmul.target})"
@@ -287,15 +256,16 @@ class _Finder:
 
     def _no_linear(
         self, start: Node, products: set[Node], use: GainUse, missed: dict[Node, str]
-    ) -> None:
+    ) -> bool:
         """What reads a norm that no linear of this graph reads: the nearest, not all that is made
-        of it.
+        of it. Returns whether there is any.
         """
 
         def is_still_the_norm(n: Node) -> bool:
             same = n.target is aten.CONVERT or aten.keeps_order(n) or aten.moves(n)
             return n in products or same or source_of_gain(n) is start
 
+        said = False
         for node in downwards([start], lambda n: is_still_the_norm(n) and not is_whole(n)):
             if is_whole(node):
                 use.block(f"its norm is {node.target}, an op that is not looked into")
@@ -305,6 +275,8 @@ class _Finder:
                 use.block(missed[node])
             else:
                 use.block(f"read by {_who(node)}, which is no linear")
+            said = True
+        return said
 
     def _follow_weight(self, start: Node, name: str, readers: dict[Node, str]) -> None:
         seen = self._weights.setdefault(name, [])
@@ -314,9 +286,16 @@ class _Finder:
             seen.append((readers.get(user, "") if as_weight else "", _who(user)))
 
     def result(self) -> Gains:
-        """All graphs taken together."""
+        """All graphs taken together, and what was read outside of them."""
+        calls = list(self._calls.values())
+        with torch.no_grad():
+            for call in calls:
+                self._examine(call)
+        for call in calls:
+            self._follow(call)
         for use in self.gains.values():
             self._finish(use)
+        self._eager_norms()
         bare = list(dict.fromkeys(self._bare))
         return Gains(list(self.gains.values()), bare, self.parameters)
 
@@ -330,17 +309,54 @@ class _Finder:
             use.block(
                 f"the gain is {' and '.join(sorted(use.kinds))} of the parameter, not w or 1+w"
             )
-        shared = self.parameters.overlapping(use.gain)
+        shared = self._others(use.gain)
         if shared:
             use.block(f"{use.gain} is {', '.join(shared)} as well")
+        self._unseen(use, use.gain)
+        axes: dict[str, int] = {}
         for reader in use.readers:
-            tied = self.parameters.overlapping(reader.weight)
+            tied = self._others(reader.weight)
             if tied:
                 use.block(f"{reader.weight} is tied to {', '.join(tied)}")
+            if axes.setdefault(reader.weight, reader.axis) != reader.axis:
+                use.block(f"{reader.weight} is multiplied with the norm along both of its axes")
             for gain, who in self._weights.get(reader.weight, []):
                 if gain != use.gain:
                     other = f" with the gain {gain}" if gain else ""
                     use.block(f"{reader.weight} is also read by {who}{other}")
+            self._unseen(use, reader.weight)
+
+    def _others(self, name: str) -> list[str]:
+        """Other names of the same memory, in any shape: tied weights."""
+        sharing = self.traced.outside.sharing(self.parameters.tensors[name])
+        return [other for other in sharing if other != name]
+
+    def _unseen(self, use: GainUse, name: str) -> None:
+        """Reads of a parameter that no graph shows whole."""
+        ops = self.traced.outside.by_name.get(name)
+        if ops:
+            use.block(f"{name} is read outside of every graph, by {', '.join(ops[:3])}")
+        if name in self._parts:
+            use.block(f"a part of {name} is read by itself")
+
+    def _eager_norms(self) -> None:
+        """Norms that run between graphs: there is only a class's name to know them by."""
+        for path, module in self.model.named_modules():
+            if "RMSNorm" not in type(module).__name__:
+                continue
+            for own, _ in module.named_parameters(recurse=False):
+                name = f"{path}.{own}" if path else own
+                if name in self.traced.outside.by_name and name not in self.gains:
+                    use = self.gains[name] = GainUse(name, [path])
+                    self._unseen(use, name)
+
+
+def _attribute(graph: Graph, node: Node) -> Any:
+    """A constant of a graph; None where it has none."""
+    value: Any = graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def _reached(start: Node) -> list[tuple[Node, Node]]:

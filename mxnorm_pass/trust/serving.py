@@ -63,8 +63,8 @@ class ToRMSNorm(Changes):
         loss_baked: of the model as it is now, on plain RMSNorm.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         self.gains: list[BakedGain] = []
         self.left: dict[str, str] = {}
         self.loss_estimate: float | None = None
@@ -157,7 +157,7 @@ def to_rmsnorm(
     if not len(given):
         raise ValueError("batches is empty")
     watch = _Watch()
-    handle = ToRMSNorm()
+    handle = ToRMSNorm(target)
     estimated = []
     with Tapped(target, chosen) as tapped:
         for batch in given:

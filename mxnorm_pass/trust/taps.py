@@ -21,7 +21,7 @@ from mxnorm_pass.recognise import aten
 from mxnorm_pass.recognise.consumers import readers
 from mxnorm_pass.recognise.paths import module_path
 from mxnorm_pass.report import GraphReport, Report, SiteReport
-from mxnorm_pass.trust.tracing import Parameters, Traced, evaluating, original
+from mxnorm_pass.trust.tracing import Traced, evaluating, original
 
 SITE = "mxnorm_site"
 """Key of a node's metadata: the :class:`SiteReport` that the op stands for."""
@@ -94,12 +94,12 @@ class Tapped(AbstractContextManager["Tapped"]):
 
     def __init__(self, model: nn.Module, config: MXNormConfig) -> None:
         self.model = original(model)
-        self.parameters = Parameters(self.model)
         config = dataclasses.replace(
             config, inner="eager", gain="auto", require_rewrites=None, dump_dir=None
         )
         self._pass = _TapPass(config)
         self._traced = Traced(self.model, self._pass, self._inner)
+        self.parameters = self._traced.parameters
         self._stack = ExitStack()
         self.flow: Flow = "exact"
         self.observer: Observer | None = None

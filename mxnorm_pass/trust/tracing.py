@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mxnorm_pass.backend import HOOK, _fresh
 from mxnorm_pass.compat import CustomGraphPass
+from mxnorm_pass.trust.reads import OutsideGraphs, Reads
 
 Inner = Callable[[GraphModule], Callable[[list[Any]], Any]]
 """From the graph behind the passes to what runs it on a list of inputs."""
@@ -103,17 +105,24 @@ class Traced:
     """A model whose graphs go through ``graph_pass`` and are then run by what ``inner`` makes.
 
     Call it inside :func:`evaluating`. Batches of a second shape make Dynamo trace sizes as symbols,
-    once; the rest runs on those graphs.
+    once; the rest runs on those graphs. One graph may serve several modules: layers that are
+    compiled one by one share it, and only what it is called with tells which layer it stands for.
+
+    Attributes:
+        parameters: of the model.
+        outside: what ops outside of every graph read of them.
     """
 
     def __init__(self, model: nn.Module, graph_pass: CustomGraphPass, inner: Inner) -> None:
+        self.parameters = Parameters(model)
+        self.outside = Reads(self.parameters.tensors)
         self._pass, self._inner = graph_pass, inner
         self._compiled = torch.compile(_fresh(model), backend=self._backend)
 
     def __call__(self, batch: Any) -> Any:
         """The model's output for one batch."""
         limit = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
-        with limit:
+        with limit, OutsideGraphs(self.outside):
             return call(self._compiled, batch)
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -121,7 +130,12 @@ class Traced:
 
         def inner_compile(gm: GraphModule, _: Sequence[Any], **__: Any) -> Callable[..., Any]:
             run = self._inner(gm)
-            boxed: Callable[..., Any] = make_boxed_func(lambda *args: run(list(args)))
+
+            def call_graph(*args: Any) -> Any:
+                with _disable_current_modes():
+                    return run(list(args))
+
+            boxed: Callable[..., Any] = make_boxed_func(call_graph)
             return boxed
 
         patches = {HOOK: self._pass, "fx_graph_cache": False, "triton.cudagraphs": False}
@@ -164,17 +178,6 @@ class Parameters:
         """All names of the parameter that ``tensor`` is; none where it is no parameter."""
         key = storage_key(tensor)
         return [] if key is None else self.names.get(key, [])
-
-    def overlapping(self, name: str) -> list[str]:
-        """Other names whose memory is that of ``name``, in any shape: tied weights."""
-        mine = self.tensors[name].untyped_storage().data_ptr()
-        return [
-            other
-            for other, tensor in self.tensors.items()
-            if other != name
-            and type(tensor) in (Tensor, nn.Parameter)
-            and tensor.untyped_storage().data_ptr() == mine
-        ]
 
 
 def placeholders(graph: torch.fx.Graph) -> list[Node]:
