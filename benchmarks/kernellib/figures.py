@@ -112,3 +112,35 @@ class Figures:
                     text = f"{where}: speedup {speedup:.2f} >= {FEW_SPEEDUP}"
                     lines.append((speedup >= FEW_SPEEDUP, text))
         return lines
+
+
+def short(figures: Figures) -> list[str]:
+    """What the page says, before its tables: ranges over the shapes, misses among them."""
+    large, least = SHARES[0]
+
+    def span(variant: str, figure: str, shapes: list[tuple[int, int, bool]]) -> str:
+        rows = [figures.rows[(*s, variant)] for s in shapes if (*s, variant) in figures.rows]
+        found = [v for r in rows if (v := figures.derive(r)[figure]) is not None]
+        return f"{min(found):.2f} to {max(found):.2f}" if found else "–"
+
+    def speedups(shapes: list[tuple[int, int, bool]]) -> str:
+        return (
+            f"{span('ours_p2_folded', 'speedup', shapes)}x torch.compile's speed "
+            f"({span('ours_exact', 'speedup', shapes)}x with the true RMS)"
+        )
+
+    whole, residual = (
+        [s for s in figures.shapes if s[0] * s[1] >= large and s[2] is added]
+        for added in (False, True)
+    )
+    few = [s for s in figures.shapes if s[0] <= FEW_ROWS]
+    met = [ok for ok, _ in figures.targets()]
+    return [
+        f"- From {large / 1e6:.0f}M elements on, `ours p2 folded` takes {speedups(whole)}, and",
+        f"  {span('ours_p2_folded', 'share', whole)} of the copy limit (wanted: {least}).",
+        f"- The same with a residual add: {speedups(residual)}, and",
+        f"  {span('ours_p2_folded', 'share', residual)} of the limit.",
+        f"- Up to {FEW_ROWS} rows: {speedups(few)}.",
+        f"- {met.count(True)} of {len(met)} targets are met; each miss stands under "
+        "[Targets](#targets).",
+    ]

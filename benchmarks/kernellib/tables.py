@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .figures import OURS, Figures, merge, moved_bytes, shape_of
+from .figures import OURS, Figures, merge, moved_bytes, shape_of, short
 
 __all__ = ["document", "lines", "merge", "moved_bytes", "plot", "summary", "table"]
 
@@ -278,6 +278,8 @@ def document(result: dict[str, Any]) -> str:
         "",
         f"{machine['device']}, {', '.join(versions)}. Output of `benchmarks/kernels.py`; bfloat16",
         "in, MXFP8 (e4m3, blocks of 32, RCEIL) out, milliseconds.",
+        "",
+        *short(figures),
         "",
         "## How",
         "",
