@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Norm, gemma_form, rows
+from models import HandLinear, Norm, gemma_form, rows
 from numerics import assert_same_bytes
 from test_trust_gains import K, gain, originals
 from torch import Tensor, nn
 
-from mxnorm_pass import fold_gains
+from mxnorm_pass import MXNormConfig, calibrate, fidelity, fold_gains, reference, to_rmsnorm
 
 eagerly = torch._dynamo.disable
 
@@ -60,7 +60,7 @@ class Many(nn.Module):
         self.other.weight = self.alias.weight
         self.table = nn.Embedding(K, K)
         self.w_tied_linear.weight = self.table.weight
-        self.again = nn.Linear(K, 8)
+        self.again, self.lonely = nn.Linear(K, 8), gain(nn.RMSNorm(K), 98)
         # What no registered name tells.
         self.half, self.twin = self.view.weight.detach()[: K // 2], self.same.weight.detach()
         names = ("hidden.weight", "hidden_gemma.weight", "w_hidden_linear.weight")
@@ -100,6 +100,7 @@ class Many(nn.Module):
         return [
             (x * self.eager.weight).sum(),
             self.eager_norm(x),
+            self.lonely(x),
             x * scale,
             hidden,
             self.w_eager_linear.weight.sum(),
@@ -122,7 +123,8 @@ def test_every_read_in_every_graph_and_outside_counts() -> None:
         *(f"{name}_linear.weight" for name in MOVES), "again.weight"
     }  # fmt: skip
     why = {g.gain.removesuffix(".weight"): "; ".join(g.why_left) for g in handle.left}
-    assert set(why) == {*STAYS, "third"}
+    assert set(why) == {*STAYS, "third", "lonely"}
+    assert why["lonely"] == "lonely.weight is read outside of every graph, by aten.mul.Tensor"
     assert {n: w for n, w in why.items() if n in STAYS and STAYS[n] not in w} == {}
     for a, b in zip(*(torch.utils._pytree.tree_leaves(o) for o in (expected, found)), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
@@ -135,9 +137,9 @@ def test_every_read_in_every_graph_and_outside_counts() -> None:
 class Layer(nn.Module):
     """Compiled by itself: its graph ends inside, and all layers share it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, linear: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
-        self.norm, self.linear = gain(nn.RMSNorm(K), seed), nn.Linear(K, K)
+        self.norm, self.linear = gain(nn.RMSNorm(K), seed), linear(K, K)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(self.norm(x))
@@ -213,3 +215,128 @@ def test_undo_of_a_parameter_that_was_replaced_is_refused() -> None:
     handle.undo()
     for name, p in model.named_parameters():
         assert_same_bytes(p.detach(), before[name], name)
+
+
+READ_ELSEWHERE = {
+    "early": ("by aten.mul.Tensor",),
+    "late": ("by late (aten.mul.Tensor)",),
+    "second_call": ("by second_call (aten.mul.Tensor)",),
+    "unseen": (
+        "something that takes a part of it",
+        "aten.sum.default outside of every graph",
+        "Tensor.tolist",
+    ),
+}
+
+
+class Estimated(nn.Module):
+    """Norms before casts, in the second of three graphs; and what else reads their gains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for i, name in enumerate((*READ_ELSEWHERE, "residual", "gemma", "again")):
+            form = name == "gemma"
+            norm = gain(Norm(gemma_form, K) if form else nn.RMSNorm(K), i, 0.0 if form else 1.0)
+            self.add_module(name, norm)
+            self.add_module(f"{name}_linear", HandLinear(K, 16))
+        self.half = self.unseen.weight.detach()[: K // 2]
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        early = [(x * self.early.weight).sum(), self.half.sum()]
+        again = self.again_linear(self.again(x))
+        torch._dynamo.graph_break()
+        names = (*READ_ELSEWHERE, "gemma", "again")
+        sites = [getattr(self, f"{n}_linear")(getattr(self, n)(x)) for n in names]
+        y = self.residual(x)
+        sites.append(self.residual_linear(y) + y[:, :16])
+        plain = self.second_call(x) + 1
+        torch._dynamo.graph_break()
+        others = [*early, self.late(x) + 1, plain, *self.between(x)]
+        return {"sites": [again, *sites], "others": others}
+
+    @eagerly
+    def between(self, x: Tensor) -> list[Tensor]:
+        return [self.unseen.weight.sum() * x.sum(), x * sum(self.unseen.weight.tolist())]
+
+
+def test_a_ratio_goes_into_gains_that_nothing_else_reads() -> None:
+    torch.manual_seed(1)
+    x = torch.distributions.Laplace(0.0, 1.0).sample((64, K))
+    model = Estimated().eval()
+    before = originals(model)
+    with torch.no_grad():
+        others = model(x)["others"]
+        handle = to_rmsnorm(model, [x])
+        for a, b in zip(others, model(x)["others"], strict=True):
+            assert torch.equal(a, b)
+    assert {g.gain: round(g.ratio, 2) for g in handle.gains} == {
+        f"{name}.weight": pytest.approx(1.24, abs=0.04) for name in ("residual", "gemma", "again")
+    }
+    assert [g.rows for g in handle.gains if g.norm == "again"] == [2 * 64]
+    assert set(handle.left) == set(READ_ELSEWHERE)
+    for name, reads in READ_ELSEWHERE.items():
+        assert "is also read where nothing is estimated: " in handle.left[name]
+        assert all(by in handle.left[name] for by in reads), handle.left[name]
+        assert torch.equal(model.get_parameter(f"{name}.weight"), before[f"{name}.weight"])
+    handle.undo()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+class Wide(nn.Module):
+    """Its norm is called as those of the layers are, its rows are longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(4 * K), HandLinear(4 * K, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(self.norm(x))
+        torch._dynamo.graph_break()
+        return y.relu()
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(i, HandLinear) for i in range(2))
+        self.wide = Wide()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.wide(x.repeat(1, 4))
+
+
+def test_norms_that_graphs_call_alike_are_measured_one_by_one() -> None:
+    model = Rows().eval()
+    seen: dict[str, Tensor] = {}
+    names = {"layers.0.norm": K, "layers.1.norm": K, "wide.norm": 4 * K}
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: seen.__setitem__(name, args[0])
+        )
+    x = rows(64, K, seed=3, dtype=torch.float32)
+    with torch.no_grad():
+        model(x)
+    ratios = {
+        name: (reference.rms_estimate(y, 32, 1).squeeze(-1) / y.square().mean(-1).sqrt())
+        for name, y in seen.items()
+    }
+    config = MXNormConfig(p=1)
+    found = fidelity(model, [x], config=config, bound=0.2)
+    assert [(site.norm, site.k, site.rows) for site in found.sites] == [
+        ("norm", k, 64) for k in names.values()
+    ]
+    for site, (name, ratio) in zip(found.sites, ratios.items(), strict=True):
+        assert f"({name}.weight, " in site.id
+        assert site.median == pytest.approx(float(ratio.quantile(0.5)), rel=1e-2), name
+    medians = [site.median for site in found.sites]
+    assert abs(medians[0] - medians[1]) > 0.1  # relu makes rows of other kinds
+
+    fitted = calibrate(model, [x], p=1)
+    assert fitted.shared == {"norm": [f"{name}.weight" for name in names]}
+    assert fitted.norms["norm"].rows == 2 * 64
+    assert "rows of 64 in blocks of 32 in one graph, rows of 256" in fitted.skipped["norm"]
+    assert "one constant for 3 norms that the graphs call alike" in " ".join(str(fitted).split())

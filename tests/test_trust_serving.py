@@ -330,6 +330,12 @@ def test_files_that_are_no_settings(tmp_path: Path) -> None:
         save_settings(tmp_path, MXNormConfig(), report())
     with pytest.raises(ValueError, match="two values of sites"):
         save_settings(tmp_path, MXNormConfig(), report(("a", spec()), ("a", spec(correction=1.0))))
+    # Two norms that graphs call alike; an eps that is a tensor says nothing.
+    with pytest.raises(ValueError, match=r"two values of eps: 1e-06 and 0\.001"):
+        save_settings(tmp_path, MXNormConfig(), report(("a", spec()), ("a", spec(eps=1e-3))))
+    done = report(("a", spec(eps="tensor")), ("a", spec()), ("a", spec(eps="tensor")))
+    save_settings(tmp_path, MXNormConfig(), done)
+    assert load_settings(tmp_path).eps == {"a": 1e-6}
 
 
 def test_no_pickle_anywhere_in_the_package() -> None:

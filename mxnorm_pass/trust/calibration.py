@@ -57,6 +57,8 @@ class Calibration:
         p: power of the mean over blocks.
         norms: by module path.
         skipped: norms without a constant, and why.
+        shared: paths that stand for several norms, with the names of their gains: layers that are
+            compiled one by one call their norms alike, and one constant serves all of them.
         path: the file that holds this; None before :meth:`save`.
     """
 
@@ -64,6 +66,7 @@ class Calibration:
     norms: dict[str, NormCalibration]
     skipped: dict[str, str] = field(default_factory=dict)
     path: str | None = None
+    shared: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def config(self) -> MXNormConfig:
@@ -117,6 +120,11 @@ class Calibration:
         lines += table(rows)
         for path, why in self.skipped.items():
             lines += wrap(f"{path or '?'}: no constant: {why}")
+        for path, gains in self.shared.items():
+            lines += wrap(
+                f"{path or '?'}: one constant for {len(gains)} norms that the graphs call alike: "
+                f"{', '.join(gains)}"
+            )
         if self.path:
             lines.append(f"saved as {self.path}")
         return "\n".join(lines)
@@ -177,10 +185,12 @@ def calibrate(
 class _Watch:
     def __init__(self, p: int) -> None:
         self.p = p
-        self.norms: dict[tuple[str, int], _NormWatch] = {}
+        self.norms: dict[tuple[str, int, int], _NormWatch] = {}
+        self.gains: dict[str, dict[str, None]] = {}
 
     def rows(self, rows: Rows) -> None:
-        key = (rows.site.norm, rows.cast.block_size)
+        key = (rows.site.norm, rows.cast.block_size, rows.x.shape[-1])
+        self.gains.setdefault(rows.site.norm, {}).update(dict.fromkeys(rows.gains[:1]))
         norm = self.norms.get(key)
         if norm is None:
             norm = self.norms[key] = _NormWatch(rows, self.p)
@@ -191,18 +201,22 @@ class _Watch:
 
     def result(self) -> Calibration:
         result = Calibration(self.p, {})
-        for (path, block), norm in self.norms.items():
+        widths: dict[str, int] = {}
+        for (path, block, k), norm in self.norms.items():
             if not path:
                 result.skipped[path] = "it has no module path to be named by"
             elif not norm.ratios.count:
                 result.skipped[path] = "no row with a mean square above eps"
             elif path in result.norms:
                 result.skipped[path] = (
-                    f"its blocks have {result.norms[path].block_size} elements in one graph and "
-                    f"{block} in another; the constant is that of the former"
+                    f"rows of {widths[path]} in blocks of {result.norms[path].block_size} in one "
+                    f"graph, rows of {k} in blocks of {block} in another; the constant is that of "
+                    "the former"
                 )
             else:
-                result.norms[path] = norm.result(block)
+                result.norms[path], widths[path] = norm.result(block), k
+                if len(self.gains[path]) > 1:
+                    result.shared[path] = list(self.gains[path])
         unsure = [path for path, norm in result.norms.items() if norm.error > 0.005]
         if unsure:
             warnings.warn(

@@ -28,8 +28,8 @@ from mxnorm_pass.recognise.norm_function import gain_kind
 from mxnorm_pass.recognise.norm_search import find_norm
 from mxnorm_pass.recognise.paths import module_path
 from mxnorm_pass.recognise.walk import downwards
+from mxnorm_pass.trust.estimated import source_of_gain
 from mxnorm_pass.trust.scaled import Norms, Scaled, is_whole
-from mxnorm_pass.trust.taps import source_of_gain
 from mxnorm_pass.trust.tracing import (
     Traced,
     as_batches,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +101,7 @@ def fidelity(
                 estimated.append(math.nan if again is None else again)
     if watch.batch < 0:
         raise ValueError("batches is empty")
-    sites = [site.result(bound, tail, worst_bound) for site in watch.sites.values()]
+    sites = watch.result(tail, worst_bound)
     if not any(site.measured or site.nonfinite_rows for site in sites):
         seen = "; ".join(f"{site.id}: {nothing_but(site)}" for site in sites)
         raise ValueError(f"nothing was measured in {watch.batch + 1} batch(es): {seen}")
@@ -126,13 +127,17 @@ class _Watch:
 
     def __init__(self, bound: float, worst: int, samples: int) -> None:
         self.batch = -1
-        self.sites: dict[str, _SiteWatch] = {}
+        self.sites: dict[tuple[Any, ...], _SiteWatch] = {}
         self._bound, self._worst, self._samples = bound, worst, samples
 
     def rows(self, rows: Rows) -> tuple[_SiteWatch, _Variants]:
-        site = self.sites.get(rows.site.id)
+        # Graphs of layers that are compiled one by one call all their norms alike.
+        options = rows.options
+        made = (rows.x.shape[-1], options.cast, options.rms, options.correction, rows.eps)
+        key = (rows.site.id, *rows.gains, *made)
+        site = self.sites.get(key)
         if site is None:
-            site = self.sites[rows.site.id] = _SiteWatch(rows, self._worst, self._bound)
+            site = self.sites[key] = _SiteWatch(rows, self._worst, self._bound)
         picked = site.add(rows, self.batch, self._samples)
         variants = _variants(rows, picked)
         site.add_rows_errors(variants)
@@ -141,6 +146,18 @@ class _Watch:
     def matmul(self, handed: Any, consumer: str, weight: Tensor) -> None:
         site, variants = handed
         site.add_output_errors(variants, consumer, weight)
+
+    def result(self, tail: float, worst_bound: float) -> list[SiteFidelity]:
+        """Of all sites; where several have one id, the parameter or the cast tells them apart."""
+        ids = Counter(watch.site.id for watch in self.sites.values())
+        found = []
+        for watch in self.sites.values():
+            site = watch.result(self._bound, tail, worst_bound)
+            if ids[site.id] > 1:
+                gain = watch.gains[0] if watch.gains else "no gain"
+                site.id += f" ({gain}, {site.k} columns, {watch.cast})"
+            found.append(site)
+        return found
 
 
 @dataclass(frozen=True)
@@ -178,6 +195,8 @@ def _plain(cast: Cast) -> Cast:
 class _SiteWatch:
     def __init__(self, rows: Rows, worst: int, bound: float) -> None:
         self.site: SiteReport = rows.site
+        self.gains = rows.gains
+        self.consumers: dict[str, None] = {}
         self.options, self.cast = rows.options, rows.cast
         self.k = rows.x.shape[-1]
         self.bound = bound
@@ -193,6 +212,7 @@ class _SiteWatch:
     def add(self, rows: Rows, batch: int, samples: int) -> Tensor:
         """Statistics of one batch; returns the rows ``[S, K]`` picked for the errors."""
         x, options = rows.x, rows.options
+        self.consumers |= dict.fromkeys(rows.site.consumers)
         block = self.cast.block_size
         true, power = mean_squares(x, block, 1 if options.rms == "p1" else 2)
         finite = true.isfinite() & power.isfinite()
@@ -239,7 +259,7 @@ class _SiteWatch:
         site = SiteFidelity(
             id=self.site.id,
             norm=self.site.norm,
-            consumers=list(self.site.consumers),
+            consumers=list(self.consumers),
             format=self.cast.name,
             k=self.k,
             block_size=block,

@@ -17,7 +17,7 @@ from mxnorm_pass.recognise import aten, fused_norm, opaque
 from mxnorm_pass.recognise.lift import MAX_PIECE
 from mxnorm_pass.recognise.statistics import MEANS, is_of_squares
 from mxnorm_pass.recognise.walk import downwards, upwards
-from mxnorm_pass.trust.taps import source_of_gain
+from mxnorm_pass.trust.estimated import source_of_gain
 
 _MULTIPLY = aten.aten.mul.Tensor
 _PRODUCTS = (_MULTIPLY, aten.aten.div.Tensor)

@@ -14,6 +14,7 @@ from mxnorm_pass.config import MXNormConfig
 from mxnorm_pass.trust.changes import Changes, Rounding
 from mxnorm_pass.trust.gains import gain_values
 from mxnorm_pass.trust.measuring import ratio_ends
+from mxnorm_pass.trust.reads import Reads, raw_reads
 from mxnorm_pass.trust.statistics import LogHistogram
 from mxnorm_pass.trust.tables import decibel, number, scope, table, wrap
 from mxnorm_pass.trust.taps import Rows, Tapped, mean_squares
@@ -133,7 +134,8 @@ def to_rmsnorm(
     ``rms_hat / rms`` over the rows of ``batches``, ``x / rms * (g / r)`` is the same but for the
     rows' own spread about r: plain RMSNorm kernels can serve it. Gains of the form ``1 + w`` get
     ``(1 + w) / r - 1``. The model runs with the estimate, as it was trained, in evaluation; the
-    losses on plain RMSNorm are those of the model run without torch.compile.
+    losses on plain RMSNorm are those of the model run without torch.compile. A gain that anything
+    else reads, in another graph or between graphs, is left: there it would be off by r.
 
     Args:
         model: the trained module with its MX casts; its gains change until
@@ -165,15 +167,16 @@ def to_rmsnorm(
             _refuse_baked(target, watch.gains)
             estimated.append(loss_of(output, batch, loss_fn))
     handle.loss_estimate = _mean(estimated)
-    has_loss = handle.loss_estimate is not None
-    handle.loss_unbaked = _plain_loss(target, given, loss_fn) if has_loss else None
-    declined = {site.norm: site.reason for site in tapped.report.sites if site.status == "declined"}
+    raw = Reads(tapped.parameters.tensors)
+    with raw_reads(raw):
+        handle.loss_unbaked = _plain_loss(target, given, loss_fn)
     try:
         for name, gain in watch.gains.items():
-            _bake(handle, target, name, gain, declined)
+            _bake(handle, target, name, gain, tapped, raw)
         for norm, why in watch.without.items():
             handle.left.setdefault(norm, why)
-        handle.loss_baked = _plain_loss(target, given, loss_fn) if has_loss else None
+        if handle.loss_unbaked is not None:
+            handle.loss_baked = _plain_loss(target, given, loss_fn)
     except BaseException:
         handle.undo()
         raise
@@ -256,17 +259,23 @@ def _bake(
     model: nn.Module,
     name: str,
     gain: _Gain,
-    declined: dict[str, str | None],
+    tapped: Tapped,
+    raw: Reads,
 ) -> None:
+    sites = tapped.report.sites
+    declined = {site.norm: site.reason for site in sites if site.status == "declined"}
     norms = ", ".join(gain.norms)
     why = ""
     partly = [norm for norm in gain.norms if norm in declined]
+    others = list(dict.fromkeys((*tapped.other_reads(name), *raw.by_name.get(name, []))))
     if len(gain.names) > 1 or len(gain.ratios) > 1:
         why = f"its gain is shared: {', '.join(gain.names)}"
     elif partly:
         why = f"it is estimated in part: {declined[partly[0]]} where it is not"
     elif gain.kind not in ("w", "1+w"):
         why = f"its gain is made of {name} in another form than w or 1+w"
+    elif others:
+        why = f"its gain is also read where nothing is estimated: by {', '.join(others[:3])}"
     elif not next(iter(gain.ratios.values())).count:
         why = "it saw no rows but zeros, NaN and Inf"
     if why:

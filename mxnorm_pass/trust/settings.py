@@ -182,7 +182,7 @@ def _numbers(report: Report) -> dict[str, dict[str, Any]]:
             known = found[what].setdefault(site.norm, value)
             if known is None:
                 found[what][site.norm] = value
-            elif what in ("sites", "rms", "blocks") and not _same(known, value):
+            elif what != "formats" and value is not None and not _same(known, value):
                 raise ValueError(f"{site.norm} has two values of {what}: {known} and {value}")
     return found
 

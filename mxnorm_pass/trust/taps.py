@@ -21,6 +21,7 @@ from mxnorm_pass.recognise import aten
 from mxnorm_pass.recognise.consumers import readers
 from mxnorm_pass.recognise.paths import module_path
 from mxnorm_pass.report import GraphReport, Report, SiteReport
+from mxnorm_pass.trust.estimated import other_reads, source_of_gain
 from mxnorm_pass.trust.tracing import Traced, evaluating, original
 
 SITE = "mxnorm_site"
@@ -77,7 +78,9 @@ class _TapPass(MXNormPass):
 
     def apply(self, graph: Graph) -> GraphReport:
         self._ops: list[Node] = []
+        own = set(graph.nodes)
         result = super().apply(graph)
+        self.other_reads = other_reads(graph, own)
         rewritten = [site for site in result.sites if site.status == "rewritten"]
         for op, site in zip(self._ops, rewritten, strict=result.failure is None):
             op.meta[SITE] = site
@@ -101,6 +104,7 @@ class Tapped(AbstractContextManager["Tapped"]):
         self._traced = Traced(self.model, self._pass, self._inner)
         self.parameters = self._traced.parameters
         self._stack = ExitStack()
+        self._reads: dict[str, dict[str, None]] = {}
         self.flow: Flow = "exact"
         self.observer: Observer | None = None
 
@@ -115,6 +119,13 @@ class Tapped(AbstractContextManager["Tapped"]):
     def report(self) -> Report:
         """What was found, one entry per traced graph."""
         return self._pass.report
+
+    def other_reads(self, name: str) -> list[str]:
+        """Who reads the parameter ``name`` in any graph or outside of all, but as the gain of a
+        norm that is estimated. Only what has run is known.
+        """
+        ops = self._traced.outside.by_name.get(name, [])
+        return [*self._reads.get(name, {}), *(f"{op} outside of every graph" for op in ops)]
 
     def run(self, batch: Any, flow: Flow, observer: Observer | None = None) -> Any:
         """The model's output, with the true RMS or with the estimate (where the options have it).
@@ -142,8 +153,15 @@ class Tapped(AbstractContextManager["Tapped"]):
             stored = tuple(u for u in op.users if aten.is_getitem(u) and u.args[1] in (0, 1))
             for matmul in readers(stored).matmuls:
                 matmuls.setdefault(matmul, []).append(op)
+        reads = self._pass.other_reads
 
         def run(args: list[Any]) -> Any:
+            for value, said in zip(args, reads, strict=True):
+                whole = self.parameters.find(value)
+                for name in whole or self._traced.outside.sharing(value):
+                    # Whoever is given a part of a gain does not see a norm scaled by it.
+                    found = said if whole else ["something that takes a part of it"]
+                    self._reads.setdefault(name, {}).update(dict.fromkeys(found))
             return _Run(gm, self, matmuls).run(*args)
 
         return run
@@ -205,18 +223,6 @@ class _Run(Interpreter):
     def _handed_k(op: Node) -> int:
         site: SiteReport = op.meta[SITE]
         return int(site.spec["k"])
-
-
-def source_of_gain(gain: Node) -> Node | None:
-    """The input that a gain is made of by pointwise ops and reshapes; None for several."""
-    node = gain
-    while node.op != "placeholder":
-        sources = [n for n in node.all_input_nodes if aten.tensor(n) is not None]
-        passes = aten.is_pointwise(node) or aten.keeps_order(node)
-        if len(sources) != 1 or not passes:
-            return None
-        node = sources[0]
-    return node
 
 
 def mean_squares(x: Tensor, block: int, p: int) -> tuple[Tensor, Tensor]:
