@@ -12,9 +12,19 @@ from numerics import assert_same_bytes
 from test_trust_gains import K, gain, originals
 from torch import Tensor, nn
 
-from mxnorm_pass import MXNormConfig, calibrate, fidelity, fold_gains, reference, to_rmsnorm
+from mxnorm_pass import (
+    MXNormConfig,
+    backend,
+    calibrate,
+    fidelity,
+    fold_gains,
+    reference,
+    to_rmsnorm,
+)
 
 eagerly = torch._dynamo.disable
+one_by_one = torch._dynamo.disable(recursive=False)
+"""The modules that are called inside become graphs of their own."""
 
 STAYS = {
     # the gain, in another graph than its linear
@@ -135,23 +145,19 @@ def test_every_read_in_every_graph_and_outside_counts() -> None:
 
 
 class Layer(nn.Module):
-    """Compiled by itself: its graph ends inside, and all layers share it."""
+    """Compiled by itself, and all layers share the graph."""
 
     def __init__(self, seed: int, linear: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
         self.norm, self.linear = gain(nn.RMSNorm(K), seed), linear(K, K)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(self.norm(x))
-        torch._dynamo.graph_break()
-        return y.relu()
+        return self.linear(self.norm(x)).relu()
 
 
 class Scale(nn.Module):
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
-        y = x * w
-        torch._dynamo.graph_break()
-        return y.sum()
+        return (x * w).sum()
 
 
 class Layers(nn.Module):
@@ -161,6 +167,7 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(Layer(i) for i in range(4))
         self.scale, self.other = Scale(), nn.Parameter(rows(K, seed=9, dtype=torch.float32))
 
+    @one_by_one
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         for layer in self.layers:
             x = layer(x)
@@ -291,18 +298,19 @@ class Wide(nn.Module):
         self.norm, self.linear = nn.RMSNorm(4 * K), HandLinear(4 * K, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(self.norm(x))
-        torch._dynamo.graph_break()
-        return y.relu()
+        return self.linear(self.norm(x)).relu()
 
 
 class Rows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer(i, HandLinear) for i in range(2))
+        # The user compiles one of them as well: with an estimate, which nothing here may run with.
+        compiled = torch.compile(Layer(1, HandLinear), backend=backend(inner="eager"))
+        self.layers = nn.ModuleList([Layer(0, HandLinear), compiled])
         self.wide = Wide()
 
+    @one_by_one
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
@@ -312,14 +320,15 @@ class Rows(nn.Module):
 def test_norms_that_graphs_call_alike_are_measured_one_by_one() -> None:
     model = Rows().eval()
     seen: dict[str, Tensor] = {}
-    names = {"layers.0.norm": K, "layers.1.norm": K, "wide.norm": 4 * K}
+    names = {"layers.0.norm": K, "layers.1._orig_mod.norm": K, "wide.norm": 4 * K}
     for name in names:
         model.get_submodule(name).register_forward_pre_hook(
             lambda _, args, name=name: seen.__setitem__(name, args[0])
         )
     x = rows(64, K, seed=3, dtype=torch.float32)
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         model(x)
+    forward = model.layers[1].forward
     ratios = {
         name: (reference.rms_estimate(y, 32, 1).squeeze(-1) / y.square().mean(-1).sqrt())
         for name, y in seen.items()
@@ -333,6 +342,7 @@ def test_norms_that_graphs_call_alike_are_measured_one_by_one() -> None:
         assert f"({name}.weight, " in site.id
         assert site.median == pytest.approx(float(ratio.quantile(0.5)), rel=1e-2), name
     medians = [site.median for site in found.sites]
+    assert model.layers[1].forward is forward
     assert abs(medians[0] - medians[1]) > 0.1  # relu makes rows of other kinds
 
     fitted = calibrate(model, [x], p=1)
@@ -340,3 +350,9 @@ def test_norms_that_graphs_call_alike_are_measured_one_by_one() -> None:
     assert fitted.norms["norm"].rows == 2 * 64
     assert "rows of 64 in blocks of 32 in one graph, rows of 256" in fitted.skipped["norm"]
     assert "one constant for 3 norms that the graphs call alike" in " ".join(str(fitted).split())
+
+    with to_rmsnorm(model, [x], config=config) as baked:
+        assert [(g.norm, g.rows) for g in baked.gains] == [
+            (name.replace("_orig_mod.", ""), 64) for name in names
+        ]
+        assert [g.ratio for g in baked.gains] == pytest.approx(medians, rel=0.02)

@@ -19,6 +19,7 @@ from mxnorm_pass.trust.statistics import LogHistogram
 from mxnorm_pass.trust.tables import decibel, number, scope, table, wrap
 from mxnorm_pass.trust.taps import Rows, Tapped, mean_squares
 from mxnorm_pass.trust.tracing import LossFn, call, evaluating, loss_of, original, repeatable
+from mxnorm_pass.trust.uses import place
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,8 @@ def _bake(
 ) -> None:
     sites = tapped.report.sites
     declined = {site.norm: site.reason for site in sites if site.status == "declined"}
-    norms = ", ".join(gain.norms)
+    # Graphs of layers that are compiled one by one call all their norms alike.
+    norms = ", ".join(dict.fromkeys(place(norm, name) for norm in gain.norms))
     why = ""
     partly = [norm for norm in gain.norms if norm in declined]
     others = list(dict.fromkeys((*tapped.other_reads(name), *raw.by_name.get(name, []))))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
@@ -85,12 +86,17 @@ def original(model: Any) -> nn.Module:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """``eval()``, no gradients, and what ``Module.compile`` did put aside; all comes back."""
+    """``eval()``, no gradients, and what ``Module.compile`` did and ``torch.compile`` made of
+    modules inside put aside, whose backends may well estimate; all comes back.
+    """
     modes = {module: module.training for module in model.modules()}
     compiled = {m: m._compiled_call_impl for m in modes if m._compiled_call_impl is not None}
+    wrapped = {m: m.forward for m in modes if isinstance(m, OptimizedModule)}
     model.eval()
     for module in compiled:
         module._compiled_call_impl = None
+    for wrapper in wrapped:
+        wrapper.forward = wrapper._orig_mod.__call__
     try:
         with torch.no_grad():
             yield
@@ -99,6 +105,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
         for module, call_impl in compiled.items():
             module._compiled_call_impl = call_impl
+        for wrapper, forward in wrapped.items():
+            wrapper.forward = forward
 
 
 class Traced:
