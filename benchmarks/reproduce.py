@@ -3,6 +3,8 @@
     python benchmarks/reproduce.py             # the page, from committed results alone
     python benchmarks/reproduce.py --check     # exit 1 where it is not up to date
 
+Exits with 2 for a mistake in what it was given.
+
 Nothing is measured here. Figures of others are those in ``REPORTED`` (``trainlib/claims.py``); any
 other number is read from docs/data, docs/kernels.json, docs/layer.json and docs/blackwell.md.
 """
@@ -12,13 +14,17 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import paths  # noqa: F401
+from kernellib.figures import Figures
 from kernellib.sass import BANDWIDTH, CLOCK, ISSUE, MULTIPROCESSORS, SCHEDULERS
-from trainlib.claims import REPORTED, Sources, compare, prediction, rows
+from theorylib.figures import read_csv
+from trainlib import inputs, runs
+from trainlib.claims import REPORTED, Sources, blackwell_row, compare, prediction, rows
 from trainlib.figures import main_rate
+from trainlib.inputs import BadInput
 from trainlib.results import paired
 from trainlib.words import said, table
 
@@ -124,12 +130,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=DOCS / "reproduce.md")
     parser.add_argument("--check", action="store_true", help="write nothing, say whether stale")
     args = parser.parse_args(argv)
+    return inputs.told(Path(__file__).name, lambda: write(args))
+
+
+def write(args: argparse.Namespace) -> int:
+    """The page, or with ``--check`` whether it is stale."""
+    kinds: dict[str, Callable[[Path], object]] = {
+        "data/theory.csv": read_csv,
+        "kernels.json": lambda path: Figures(inputs.read_json(path)),
+        "layer.json": inputs.read_json,
+        "blackwell.md": blackwell_row,
+    }
+    for name, read in kinds.items():
+        path = args.docs / name
+        if not path.is_file():
+            raise BadInput(f"--docs {args.docs}: no {name} in it, expected the folder of documents")
+        try:
+            read(path)
+        except BadInput:
+            raise
+        except (KeyError, TypeError, ValueError, StopIteration) as error:
+            raise BadInput(f"{path}: damaged, {error!r}") from None
+    # A name that is mistyped has no runs either, and the page of none says so.
+    runs.some(args.train)
+    inputs.file_to_write(args.out)
     made = page(args.docs, args.train)
     if args.out.exists() and args.out.read_text() == made:
         return 0
-    print(f"{'stale' if args.check else 'wrote'}: {args.out}")
     if not args.check:
         args.out.write_text(made)
+    print(f"{'stale' if args.check else 'wrote'}: {args.out}")
     return int(args.check)
 
 

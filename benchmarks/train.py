@@ -19,15 +19,18 @@ a vision transformer (``examples/vit.py``) on scikit-learn's digits.
     python benchmarks/train.py merge out/first out/second --out docs/data/train/125m
     python benchmarks/train.py document   # docs/train.md from the runs in docs/data/train
 
-Exits with 1 where a run that the pass is to rewrite has no rewritten site.
+Exits with 1 where a run that the pass is to rewrite has no rewritten site, or no run was made;
+with 2 for a mistake in what it was given, before anything is trained or written.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -35,6 +38,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import paths  # noqa: F401
+from trainlib import inputs
+from trainlib.inputs import BadInput
 
 if TYPE_CHECKING:
     from trainlib.loop import Plan, Trainer
@@ -44,18 +49,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def whole(text: str) -> int:
-    """A count, also as 30e6."""
-    value = float(text)
-    if value != int(value) or value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number above zero")
-    return int(value)
-
-
 def make_corpus(args: argparse.Namespace) -> int:
     from trainlib import corpus
     from trainlib.loop import VOCAB
 
+    inputs.file_to_write(args.out)
     made = corpus.build(args.archive, args.bytes, VOCAB, args.longest)
     corpus.save(made, args.out)
     print(json.dumps(made.describe(), indent=1))
@@ -66,12 +64,14 @@ def run(args: argparse.Namespace) -> int:
     from trainlib import corpus
     from trainlib.loop import RATES, SIZES, Batches, Trainer
 
-    plan = plan_of(args, args.tokens / (args.batch * args.seq), args.seq, RATES[args.size])
+    step = args.batch * args.seq
+    if args.tokens < step:
+        raise BadInput(f"--tokens {args.tokens}: expected {step:,} or more, one step's")
+    plan = plan_of(args, args.tokens / step, args.seq, RATES[args.size])
     text = corpus.load(args.corpus)
-    if len(text.tokens) < corpus.VALIDATION + args.batch * args.seq + 1:
-        raise SystemExit(f"{args.corpus}: too few tokens for one batch beside the held-out ones")
+    batches = Batches(text, plan)
     print(SIZES[args.size])
-    return train(args, plan, Trainer, Batches(text, plan), text)
+    return train(args, plan, Trainer, batches, text)
 
 
 def run_vit(args: argparse.Namespace) -> int:
@@ -85,10 +85,7 @@ def run_vit(args: argparse.Namespace) -> int:
     words += ["--seeds", *map(str, args.seeds), "--rates", *map(str, args.rates or [plan.rate])]
     words += ["--epochs", str(args.epochs), "--batch", str(args.batch)]
     words += ["--out", f"docs/data/train/{args.out.name}"]
-    try:
-        images = digits.Digits(plan)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    images = digits.Digits(plan)
     print(size)
     return train(args, plan, digits.VisionTrainer, images, images, command=shlex.join(words))
 
@@ -96,6 +93,7 @@ def run_vit(args: argparse.Namespace) -> int:
 def plan_of(args: argparse.Namespace, steps: float, seq: int, rate: float) -> Plan:
     from trainlib.loop import Plan
 
+    inputs.folder_to_write(args.out)
     steps = max(1, round(steps))
     rate = args.rates[0] if args.rates else rate
     warmup = max(1, min(100, steps // 10))
@@ -124,6 +122,7 @@ def train(
     curves: list[Curve] = []
     longest = 0.0
     rates = args.rates or [plan.rate]
+    about = machine(args.device)
     wanted = [(s, r, v) for s in args.seeds for r in rates for v in args.variants]
     for seed, rate, variant in wanted:
         if time.perf_counter() - begin + longest > args.budget:
@@ -144,8 +143,11 @@ def train(
             flush=True,
         )
         more["parameters"] = sum(p.numel() for p in trainer.model.parameters())
-        results.save(args.out, plan, data, curves, machine(args.device), **more)
-    print(f"{more.get('parameters', 0):,} parameters; {args.out}")
+        results.save(args.out, plan, data, curves, about, **more)
+    if not curves:
+        print(f"no run was made in --budget {args.budget:g} seconds", file=sys.stderr)
+        return 1
+    print(f"{more['parameters']:,} parameters; {args.out}")
     silent = [
         c.variant
         for c in curves
@@ -157,38 +159,47 @@ def train(
 
 
 def machine(device: str) -> dict[str, Any]:
+    """What it takes to repeat a run besides the code; triton and a driver where there are any."""
     import torch
     import torchao
 
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    return {"device": name, "torch": torch.__version__, "torchao": torchao.__version__}
+    found = {"device": name, "torch": torch.__version__, "torchao": torchao.__version__}
+    with contextlib.suppress(ImportError):
+        import triton
+
+        found["triton"] = triton.__version__
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        # A machine without the tool leaves it out.
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            told = subprocess.run(query, check=True, capture_output=True, text=True).stdout
+            found["driver"] = told.splitlines()[0].strip()
+    return found
 
 
 def show(args: argparse.Namespace) -> int:
-    from trainlib import results
+    from trainlib import logs, results
 
-    for folder in args.folders:
-        print("\n".join(results.table(*results.load(folder))))
+    tables = [results.table(*logs.load(folder)) for folder in args.folders]
+    print("\n".join(line for table in tables for line in table))
     return 0
 
 
 def merge(args: argparse.Namespace) -> int:
     from trainlib import runs
 
-    try:
-        print(f"{runs.merge(args.folders, args.out)} runs; {args.out}")
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    print(f"{runs.merge(args.folders, args.out)} runs; {args.out}")
     return 0
 
 
 def write_document(args: argparse.Namespace) -> int:
-    from trainlib import document
+    from trainlib import document, runs
 
-    try:
-        return document.update(args.data, args.out, args.check)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    # A name that is mistyped has no runs either, and the pages of none say so.
+    runs.some(args.data)
+    inputs.file_to_write(args.out)
+    return document.update(args.data, args.out, args.check)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -200,33 +211,45 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(required=True)
     one = commands.add_parser("corpus", help="tokenise the archive")
     one.add_argument("archive", type=Path)
-    one.add_argument("--bytes", type=whole, default=110_000_000, help="of text (default 110e6)")
     one.add_argument(
-        "--longest", type=whole, default=corpus.LONGEST,
+        "--bytes", type=inputs.whole, default=110_000_000, help="of text (default 110e6)"
+    )
+    one.add_argument(
+        "--longest", type=inputs.whole, default=corpus.LONGEST,
         help=f"bytes of a file; longer ones are left out (default {corpus.LONGEST})",
     )  # fmt: skip
     one.add_argument("--out", type=Path, required=True)
     one.set_defaults(command=make_corpus)
     two = commands.add_parser("run", help="train every variant from every seed at every rate")
     two.add_argument("--size", choices=SIZES, required=True)
-    two.add_argument("--tokens", type=whole, default=30_000_000, help="per run (default 30e6)")
-    two.add_argument("--batch", type=whole, default=32, help="sequences a step (default 32)")
-    two.add_argument("--seq", type=whole, default=1024, help="tokens a sequence (default 1024)")
+    two.add_argument(
+        "--tokens", type=inputs.whole, default=30_000_000, help="per run (default 30e6)"
+    )
+    two.add_argument("--batch", type=inputs.whole, default=32, help="sequences a step (default 32)")
+    two.add_argument(
+        "--seq", type=inputs.whole, default=1024, help="tokens a sequence (default 1024)"
+    )
     two.add_argument("--corpus", type=Path, required=True)
     two.set_defaults(command=run)
     five = commands.add_parser("vit", help="the same with a vision transformer on digits")
     five.add_argument("--size", choices=digits.SIZES, default="vit")
-    five.add_argument("--epochs", type=whole, default=40)
-    five.add_argument("--batch", type=whole, default=128, help="images a step (default 128)")
+    five.add_argument("--epochs", type=inputs.whole, default=40)
+    five.add_argument("--batch", type=inputs.whole, default=128, help="images a step (default 128)")
     five.set_defaults(command=run_vit)
     for both in (two, five):
-        both.add_argument("--variants", nargs="+", choices=VARIANTS, default=["rmsnorm", "p2"])
-        both.add_argument("--seeds", nargs="+", type=int, default=[0])
-        both.add_argument("--rates", nargs="+", type=float, help="peak learning rates")
+        several: dict[str, Any] = {"nargs": "+", "action": inputs.Distinct}
+        both.add_argument("--variants", **several, choices=VARIANTS, default=["rmsnorm", "p2"])
+        both.add_argument("--seeds", **several, type=inputs.seed, default=[0])
+        both.add_argument("--rates", **several, type=inputs.rate, help="peak learning rates")
         both.add_argument("--out", type=Path, required=True, help="folder")
-        both.add_argument("--budget", type=float, default=3e6, help="seconds; no run begun after")
+        both.add_argument(
+            "--budget", type=inputs.duration, default=3e6, help="seconds; no run begun after"
+        )
         both.add_argument("--inner", choices=("inductor", "eager"), default="inductor")
-        both.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        both.add_argument(
+            "--device", type=inputs.device, choices=("cpu", "cuda"),
+            default="cuda" if torch.cuda.is_available() else "cpu",
+        )  # fmt: skip
     three = commands.add_parser("show", help="tables of finished runs")
     three.add_argument("folders", type=Path, nargs="+")
     three.set_defaults(command=show)
@@ -244,8 +267,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    status: int = args.command(args)
-    return status
+    return inputs.told(Path(__file__).name, lambda: args.command(args))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import train
-from trainlib import corpus, norms, results
+from trainlib import corpus, logs, norms, results
 from trainlib.loop import Curve, Plan
 
 from mxnorm_pass import reference, theory
@@ -153,11 +153,13 @@ def test_a_corpus_of_files_that_are_short_enough(tmp_path: Path) -> None:
 def test_norms_of_two_rates_stay_apart(tmp_path: Path) -> None:
     curves = [curve("p2", 0, [3.0]), curve("p2", 0, [2.0])]
     curves[1].rate = 1e-2 / 3
+    rest = {"channel": 2.0, "kurtosis": 3.0, "ratio_mean": 1.0, "ratio_sd": 0.03}
     for c, peak in zip(curves, (5.0, 7.0), strict=True):
-        c.norms = [{"norm": "0.ffn_norm", "peak": peak}]
+        c.norms = [{"norm": "0.ffn_norm", "peak": peak, **rest}]
     made = corpus.Corpus(np.zeros(5, np.uint16), "test", 5, 300, "", 5, 5)
-    results.save(tmp_path, Plan("tiny", 1, 2, 32, 1e-3, 1, "cpu"), made, curves, {"device": "CPU"})
-    _, found = results.load(tmp_path)
+    plan = Plan("tiny", 1, 2, 32, 1e-3, 1, "cpu")
+    results.save(tmp_path, plan, made, curves, train.machine("cpu"))
+    _, found = logs.load(tmp_path)
     peaks = {c.rate: [n["peak"] for n in c.norms] for c in found}
     assert peaks == {1e-3: ["5"], 0.00333333: ["7"]}
 
@@ -171,7 +173,7 @@ def test_paired_runs(tmp_path: Path) -> None:
     argv += ["--corpus", str(tmp_path / "corpus.npz"), "--out", str(out), "--rates", "1e-2"]
     argv += ["--variants", "rmsnorm", "exact", "p2", "--seeds", "0", "1"]
     assert train.main([*argv, "--tokens", "1024", "--batch", "2", "--seq", "32"]) == 0
-    about, curves = results.load(out)
+    about, curves = logs.load(out)
     assert about["corpus"]["tokens"] == corpus.VALIDATION + 30_000
     found = {(c.variant, c.seed): c for c in curves}
     assert {c.sites for c in curves if c.variant != "rmsnorm"} == {2}

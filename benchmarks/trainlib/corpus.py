@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import random
 import tarfile
+import zipfile
+import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from trainlib.inputs import BadInput, reading
 
 SUFFIXES = (".c", ".h", ".rst", ".S", ".txt", ".py")
 SEED = 20  # of the order of files
@@ -61,16 +66,27 @@ def texts(archive: Path, limit: int, longest: int) -> Iterator[str]:
     """Files of the archive in a random order that the seed fixes, up to ``limit`` bytes.
 
     Without those of more than ``longest`` bytes.
+
+    Raises:
+        BadInput: where the archive is missing or damaged, or has no such file.
     """
-    with tarfile.open(archive) as tar:
-        found = {
-            member.name: file.read()
-            for member in tar
-            if member.isfile()
-            and member.name.endswith(SUFFIXES)
-            and member.size <= longest
-            and (file := tar.extractfile(member)) is not None
-        }
+    try:
+        with reading(archive), tarfile.open(archive) as tar:
+            found = {
+                member.name: file.read()
+                for member in tar
+                if member.isfile()
+                and member.name.endswith(SUFFIXES)
+                and member.size <= longest
+                and (file := tar.extractfile(member)) is not None
+            }
+    except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error) as error:
+        what = str(error).partition("\n")[0].rstrip(":")
+        raise BadInput(f"{archive}: no tar archive, or a damaged one: {what}") from None
+    if not any(found.values()):
+        raise BadInput(
+            f"{archive}: no file of 1 to {longest:,} bytes that ends in {', '.join(SUFFIXES)}"
+        )
     names = sorted(found)
     random.Random(SEED).shuffle(names)
     total = 0
@@ -103,19 +119,38 @@ def build(archive: Path, limit: int, vocab: int, longest: int = LONGEST) -> Corp
 
 
 def save(corpus: Corpus, path: Path) -> None:
-    """As a compressed ``.npz``."""
+    """As a compressed ``.npz``, whatever the name ends in."""
     about = {k: v for k, v in asdict(corpus).items() if k != "tokens"}
-    np.savez_compressed(path, tokens=corpus.tokens, about=np.array(json.dumps(about)))
+    with path.open("wb") as file:
+        np.savez_compressed(file, tokens=corpus.tokens, about=np.array(json.dumps(about)))
 
 
 def load(path: Path) -> Corpus:
     """What :func:`save` wrote.
 
     Raises:
-        ValueError: where the ids are not those that were written.
+        BadInput: where the file is none, or the ids are not those that were written.
     """
-    with np.load(path) as found:
-        tokens, about = found["tokens"], json.loads(str(found["about"]))
+    with reading(path), path.open("rb") as file:
+        if not zipfile.is_zipfile(file):
+            raise BadInput(f"{path}: no corpus, expected a file that `train.py corpus` wrote")
+        try:
+            with np.load(path) as found:
+                tokens, about = found["tokens"], json.loads(str(found["about"]))
+        # What zip, deflate, .npy and JSON raise for bytes that are not theirs.
+        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, OSError) as error:
+            raise BadInput(
+                f"{path}: no corpus, or a damaged one; expected a file that `train.py corpus` "
+                f"wrote: {error}"
+            ) from None
+    names = [f.name for f in fields(Corpus) if f.name != "tokens"]
+    missing = [name for name in names if name not in about]
+    if missing:
+        raise BadInput(
+            f"{path}: {', '.join(missing)} not noted, as an earlier version left it; make it again"
+        )
     if hashlib.sha256(tokens.tobytes()).hexdigest() != about["sha256"]:
-        raise ValueError(f"{path}: the token ids are damaged (their sha256 differs)")
-    return Corpus(tokens, **about)
+        raise BadInput(f"{path}: the token ids are damaged (their sha256 differs)")
+    if len(tokens) and tokens.max() >= about["vocab"]:
+        raise BadInput(f"{path}: token id {tokens.max()}, expected fewer than its {about['vocab']}")
+    return Corpus(tokens, **{name: about[name] for name in names})

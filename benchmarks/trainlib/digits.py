@@ -13,7 +13,8 @@ import torch
 import vit
 from torch import Tensor
 
-from trainlib.loop import Curve, Plan, Trainer
+from trainlib.inputs import BadInput
+from trainlib.loop import BLOCK, Curve, Plan, Trainer
 
 SIZES = {
     "vit": vit.Sizes(),
@@ -37,14 +38,17 @@ class Digits:
     """scikit-learn's digits: images ``[N, 8, 8]``, from -1 to 1, and classes ``[N]``.
 
     Raises:
-        ValueError: where the plan's batches do not make up the held-out images.
+        BadInput: where the plan's batches do not make up the held-out images, or whole blocks.
     """
 
     def __init__(self, plan: Plan) -> None:
         from sklearn.datasets import load_digits
 
-        if HELD_OUT % plan.batch:
-            raise ValueError(f"batch {plan.batch}: expected a divisor of {HELD_OUT}")
+        allowed = [
+            n for n in range(1, HELD_OUT + 1) if HELD_OUT % n == 0 and n * plan.seq % BLOCK == 0
+        ]
+        if plan.batch not in allowed:
+            raise BadInput(f"--batch {plan.batch}: expected one of {', '.join(map(str, allowed))}")
         found = load_digits()
         order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(SPLIT)).numpy()
         images = torch.from_numpy(found.images[order] / 8 - 1)

@@ -13,6 +13,7 @@ import reproduce
 
 from trainlib import corpus, figures, results
 from trainlib.figures import label, main_rate
+from trainlib.inputs import BadInput
 from trainlib.results import final, paired
 from trainlib.runs import Folder, diverged, join, read
 from trainlib.words import (
@@ -264,11 +265,11 @@ def outputs(data: Path, document: Path) -> dict[Path, str | None]:
     """Every generated file and its text; None for a figure of runs that are gone.
 
     Raises:
-        ValueError: where the logs take more than ``MOST_BYTES``, or a folder is incomplete.
+        BadInput: where the logs take more than ``MOST_BYTES``, or a folder is incomplete.
     """
     size = sum(p.stat().st_size for p in data.glob("*/*") if p.is_file())
     if size > MOST_BYTES:
-        raise ValueError(
+        raise BadInput(
             f"{data}: {size:,} bytes of logs, and at most {MOST_BYTES:,} belong into the "
             "repository: leave seeds out, or make shorter runs"
         )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import mxnorm_pass
 from mxnorm_pass import MXNormConfig
 from trainlib.corpus import VALIDATION, Corpus
+from trainlib.inputs import BadInput
 from trainlib.norms import replace_norms
 
 VOCAB = 16384
@@ -39,6 +40,8 @@ SIZES = {
 # The same experts as linears of their own: five times as many nodes, for comparison.
 SIZES["moe-linears"] = dataclasses.replace(SIZES["moe"], grouped=False)
 SITES_PER_BLOCK = 2
+BLOCK = 32  # torchao casts along tokens too, in blocks of as many
+LOOK = 50  # steps between looks at whether the loss is a number still
 RATES = {"125m": 1e-3, "15m": 2e-3, "1b": 3e-4, "tiny": 3e-3}
 RATES |= {"moe": 2e-3, "moe-linears": 2e-3, "moe-tiny": 3e-3}
 
@@ -115,9 +118,32 @@ class Curve:
 
 
 class Batches:
-    """Windows of the corpus in an order that the seed fixes, without repeats while they last."""
+    """Windows of the corpus in an order that the seed fixes, without repeats while they last.
+
+    Raises:
+        BadInput: where the corpus has ids that the model has not, or tokens for no batch.
+    """
 
     def __init__(self, corpus: Corpus, plan: Plan) -> None:
+        vocab, step = SIZES[plan.size].vocab, plan.batch * plan.seq
+        shape = f"--batch {plan.batch} --seq {plan.seq}"
+        if corpus.vocab > vocab:
+            fit = ", ".join(name for name, s in SIZES.items() if s.vocab >= corpus.vocab)
+            raise BadInput(
+                f"--corpus: it has {corpus.vocab:,} ids, and size {plan.size} takes {vocab:,}; "
+                f"as many or more: {fit or 'none'}"
+            )
+        if step % BLOCK:
+            raise BadInput(f"{shape}: {step:,} tokens a step, expected a multiple of {BLOCK}")
+        if step >= VALIDATION:
+            raise BadInput(
+                f"{shape}: {step:,} tokens a step, expected fewer than the {VALIDATION:,} held out"
+            )
+        if len(corpus.tokens) <= VALIDATION + step:
+            raise BadInput(
+                f"--corpus: it has {len(corpus.tokens):,} tokens, too few for one step of {step:,} "
+                f"beside the {VALIDATION:,} held out"
+            )
         self.tokens = torch.from_numpy(corpus.tokens.astype("int32")).to(plan.device)
         self.plan = plan
         self.windows = (len(corpus.tokens) - VALIDATION - 1) // plan.seq
@@ -221,7 +247,8 @@ class Trainer:
 
     def train(self, seed: int, batches: Batches, rate: float | None = None) -> Curve:
         """One run; the curve's ``loss`` ends early where it is no number any more."""
-        plan, curve = self.plan, Curve(self.variant, seed, rate or self.plan.rate)
+        plan = self.plan
+        curve = Curve(self.variant, seed, plan.rate if rate is None else rate)
         optimizer = self._start(seed)
         self.model.train()
         parameters = list(self.model.parameters())
@@ -241,7 +268,7 @@ class Trainer:
             optimizer.step()
             with torch.no_grad():
                 torch._foreach_copy_(parameters, self.masters)
-            if step % 50 == 49 and not math.isfinite(losses[-1].item()):
+            if step % LOOK == LOOK - 1 and not math.isfinite(losses[-1].item()):
                 break
         curve.loss = torch.stack(losses).tolist()
         curve.grad_norm = torch.stack(norms).tolist()

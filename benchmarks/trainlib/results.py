@@ -33,18 +33,6 @@ def write_curves(path: Path, curves: Iterable[Curve]) -> None:
                 )
 
 
-def read_curves(path: Path) -> list[Curve]:
-    """What :func:`write_curves` wrote."""
-    found: dict[tuple[str, int, float], Curve] = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            key = row["variant"], int(row["seed"]), float(row["rate"])
-            curve = found.setdefault(key, Curve(*key))
-            curve.loss.append(float(row["loss"]))
-            curve.grad_norm.append(float(row["grad_norm"]))
-    return list(found.values())
-
-
 def final(curve: Curve) -> float:
     """Mean loss of the last twentieth; NaN where the run diverged."""
     tail = curve.loss[-max(1, round(len(curve.loss) * TAIL)) :]
@@ -156,23 +144,6 @@ def save(
     about = {"machine": machine, "plan": asdict(plan), "corpus": data.describe(), **more}
     about["runs"] = runs
     (folder / "runs.json").write_text(json.dumps(about, indent=1) + "\n")
-
-
-def load(folder: Path) -> tuple[dict[str, Any], list[Curve]]:
-    """What :func:`save` wrote: about the runs, and their curves."""
-    about = json.loads((folder / "runs.json").read_text())
-    curves = read_curves(folder / "curves.csv")
-    # Rates as the curves have them: six digits.
-    known = {(r["variant"], r["seed"], float(f"{r['rate']:g}")): r for r in about["runs"]}
-    for curve in curves:
-        run = known[curve.variant, curve.seed, curve.rate]
-        curve.validation, curve.sites = run["validation"], run["sites"]
-        curve.seconds, curve.accuracy = run["seconds"], run.get("accuracy")
-    runs = {(c.variant, c.seed, c.rate): c for c in curves}
-    with (folder / "norms.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            runs[row["variant"], int(row["seed"]), float(row["rate"])].norms.append(row)
-    return about, curves
 
 
 def table(about: dict[str, Any], curves: Sequence[Curve]) -> list[str]:

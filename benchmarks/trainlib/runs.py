@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from trainlib import results
+from trainlib import logs, results
+from trainlib.inputs import BadInput, folder_to_write
+from trainlib.logs import LATER
 from trainlib.loop import SIZES, VARIANTS, Curve, Plan
 from trainlib.results import Difference, final
 
@@ -100,32 +102,73 @@ class Folder:
         return [shlex.join(first), shlex.join(words)]
 
 
+def folders(data: Path) -> list[Path]:
+    """Folders of finished runs below ``data``, by name.
+
+    Raises:
+        BadInput: where it does not exist, or is such a folder itself.
+    """
+    if not data.is_dir():
+        what = "a file" if data.exists() else "no such folder"
+        raise BadInput(f"{data}: {what}, expected the folder around folders of finished runs")
+    if any((data / name).exists() for name in logs.FILES):
+        raise BadInput(f"{data}: a folder of runs, expected the folder around it")
+    return [p for p in sorted(data.glob("*")) if any((p / name).exists() for name in logs.FILES)]
+
+
+def some(data: Path) -> None:
+    """Refuses a folder without finished runs below it, of which there is nothing to write."""
+    if not folders(data):
+        raise BadInput(f"{data}: no folder of finished runs in it")
+
+
 def read(data: Path) -> dict[str, Folder]:
     """Every folder of finished runs below ``data``, by its name.
 
     Raises:
-        ValueError: where a folder holds some of the files of a run, not all.
+        BadInput: where ``data`` is no folder of such, or one of them is damaged.
     """
-    found = {}
-    for path in sorted(p for p in data.glob("*") if p.is_dir()):
-        files = ("curves.csv", "norms.csv", "runs.json")
-        missing = [name for name in files if not (path / name).exists()]
-        if len(missing) == len(files):
-            continue
-        if missing:
-            raise ValueError(f"{path}: {', '.join(missing)} missing; a run writes all three files")
-        found[path.name] = Folder(path, *results.load(path))
-    return found
+    return {path.name: Folder(path, *logs.load(path)) for path in folders(data)}
+
+
+def unlike(one: Folder, other: Folder, *also: str) -> list[str]:
+    """What plan, data, machine and ``also`` of two folders differ in, in words.
+
+    Without the rate of a plan, which is the first of a command's (each run says its own), the
+    driver, and what only one of them notes of ``LATER``.
+    """
+
+    def facts(folder: Folder) -> dict[str, Any]:
+        groups = {name: folder.about[name] for name in ("plan", "corpus", "machine")}
+        found = {f"{group}.{k}": v for group, about in groups.items() for k, v in about.items()}
+        found.setdefault("plan.inner", "inductor")
+        return found | {name: folder.about[name] for name in also if name in folder.about}
+
+    a, b = facts(one), facts(other)
+    left_out = {"plan.rate", "machine.driver"}
+    left_out |= {f"machine.{k}" for k in LATER if not {f"machine.{k}"} <= a.keys() & b.keys()}
+    return [
+        f"{name} {b.get(name, 'not noted')} against {a.get(name, 'not noted')}"
+        for name in dict.fromkeys([*a, *b])
+        if name not in left_out and a.get(name) != b.get(name)
+    ]
+
+
+def machine_of(found: Sequence[Folder]) -> dict[str, Any]:
+    """Of folders that are not :func:`unlike`: what all of them note, and each driver."""
+    machines = [folder.about["machine"] for folder in found]
+    made = {k: v for k, v in machines[0].items() if all(k in m for m in machines)}
+    if "driver" in made:
+        drivers = (d for m in machines for d in m["driver"].split("; "))
+        made["driver"] = "; ".join(dict.fromkeys(drivers))
+    return made
 
 
 def join(one: Folder, other: Folder | None) -> Folder:
     """Runs of ``other`` added where both were made alike, so that more of them have a pair."""
     if other is None:
         return one
-    alike = ("size", "steps", "batch", "seq", "warmup", "device", "inner")
-    if any(one.plan.get(k) != other.plan.get(k) for k in alike) or any(
-        one.about[k] != other.about[k] for k in ("corpus", "machine")
-    ):
+    if unlike(one, other):
         return one
     there = {(c.variant, c.seed, c.rate) for c in one.curves}
     wanted = {(c.seed, c.rate) for c in one.curves}
@@ -137,33 +180,30 @@ def join(one: Folder, other: Folder | None) -> Folder:
     return Folder(one.path, one.about, one.curves + more)
 
 
-def merge(folders: Sequence[Path], out: Path) -> int:
+def merge(paths: Sequence[Path], out: Path) -> int:
     """Runs of one kind from several commands, written as one folder; how many they are.
 
     Raises:
-        ValueError: where plans, data or machines differ, or a run is there twice.
+        BadInput: where plans, data or machines differ, or a run is there twice.
     """
-    found = [Folder(path, *results.load(path)) for path in folders]
+    folder_to_write(out)
+    found = [Folder(path, *logs.load(path)) for path in paths]
     first = found[0]
     for other in found[1:]:
-        for name in ("plan", "corpus", "machine", "parameters"):
-            one, two = (f.about.get(name) for f in (first, other))
-            if name == "plan":
-                # The rate of a plan is the first of a command's; each run says its own.
-                one, two = ({**f.plan, "rate": None} for f in (first, other))
-            if one != two:
-                raise ValueError(f"{other.path}: {name} is {two}, in {first.path} {one}")
+        differ = unlike(first, other, "parameters")
+        if differ:
+            raise BadInput(f"{other.path}: not made as {first.path}: {'; '.join(differ)}")
     curves = [c for folder in found for c in folder.curves]
     keys = [(c.variant, c.seed, c.rate) for c in curves]
     twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
     if twice:
-        raise ValueError(f"there more than once: {', '.join(map(str, twice))}")
+        raise BadInput(f"there more than once: {'; '.join(map(logs.named, twice))}")
     known = {k: v for k, v in first.about.items() if k == "parameters"}
     commands = [f.about["command"] for f in found if "command" in f.about]
     if commands:
         known["command"] = "; ".join(dict.fromkeys(commands))
     results.save(out, Plan(**first.plan), Known(first.about["corpus"]), curves,
-                 first.about["machine"], **known)  # fmt: skip
+                 machine_of(found), **known)  # fmt: skip
     return len(curves)
 
 
