@@ -192,6 +192,27 @@ def test_layers_that_share_a_graph_are_told_apart() -> None:
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
 
 
+def test_norms_of_a_region_within_a_graph_are_left() -> None:
+    """One graph for all equal layers, called by the model's: nothing looks into it."""
+
+    class Region(Layer):
+        @torch.compiler.nested_compile_region
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.norm(x))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Region(0), Region(1), gain(nn.RMSNorm(K), 2), nn.Linear(K, 8)).eval()
+    x = arguments()[0]
+    with torch.no_grad():
+        expected = model(x)
+        handle = fold_gains(model, x)
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    assert [g.gain for g in handle.folded] == ["2.weight"]
+    assert [(g.gain, g.why_left) for g in handle.left] == [
+        (name, ["no graph shows what its norm does"]) for name in ("0.norm.weight", "1.norm.weight")
+    ]
+
+
 def test_outputs_that_never_repeat_are_said_to_prove_nothing() -> None:
     class Counts(nn.Sequential):
         calls = 0

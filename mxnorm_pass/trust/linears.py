@@ -295,7 +295,7 @@ class _Finder:
             self._follow(call)
         for use in self.gains.values():
             self._finish(use)
-        self._eager_norms()
+        self._unshown()
         bare = list(dict.fromkeys(self._bare))
         return Gains(list(self.gains.values()), bare, self.parameters)
 
@@ -339,16 +339,23 @@ class _Finder:
         if name in self._parts:
             use.block(f"a part of {name} is read by itself")
 
-    def _eager_norms(self) -> None:
-        """Norms that run between graphs: there is only a class's name to know them by."""
+    def _unshown(self) -> None:
+        """Norms between graphs, or in a part of one that is not looked into (a nested region):
+        there is only a class's name to know them by.
+        """
+        seen = {name for call in self._calls.values() for name in call.names.values()}
+        seen |= self.traced.outside.by_name.keys()
         for path, module in self.model.named_modules():
             if "RMSNorm" not in type(module).__name__:
                 continue
-            for own, _ in module.named_parameters(recurse=False):
-                name = f"{path}.{own}" if path else own
-                if name in self.traced.outside.by_name and name not in self.gains:
-                    use = self.gains[name] = GainUse(name, [path])
-                    self._unseen(use, name)
+            own = [f"{path}.{name}" if path else name for name in module._parameters]
+            if any(name in self.gains for name in own):
+                continue
+            for name in (n for n in own if n in seen):
+                use = self.gains[name] = GainUse(name, [path])
+                self._unseen(use, name)
+                if not use.blockers:
+                    use.block("no graph shows what its norm does")
 
 
 def _attribute(graph: Graph, node: Node) -> Any:
