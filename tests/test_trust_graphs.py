@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -366,8 +367,10 @@ def test_norms_that_graphs_call_alike_are_measured_one_by_one() -> None:
     assert model.layers[1].forward is forward
     assert abs(medians[0] - medians[1]) > 0.1  # relu makes rows of other kinds
 
-    fitted = calibrate(model, [x], p=1)
+    with pytest.warns(UserWarning, match="so few rows"):
+        fitted = calibrate(model, [x], p=1)
     assert fitted.shared == {"norm": [f"{name}.weight" for name in names]}
+    assert json.loads(fitted.to_json())["shared"] == fitted.shared
     assert fitted.norms["norm"].rows == 2 * 64
     assert "rows of 64 in blocks of 32 in one graph, rows of 256" in fitted.skipped["norm"]
     assert "one constant for 3 norms that the graphs call alike" in " ".join(str(fitted).split())

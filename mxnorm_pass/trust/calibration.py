@@ -91,6 +91,7 @@ class Calibration:
             "blocks": {path: norm.block_size for path, norm in self.norms.items()},
             "norms": {path: asdict(norm) for path, norm in self.norms.items()},
             "skipped": self.skipped,
+            "shared": self.shared,
         }
         return json.dumps(content, indent=1, allow_nan=False) + "\n"
 

@@ -28,7 +28,8 @@ class SiteFidelity:
     """One site on the rows it read; all numbers are dimensionless unless said otherwise.
 
     Attributes:
-        id: as in reports.
+        id: as in reports; where graphs call several norms alike (layers that are compiled one by
+            one), with the gain, the width and the cast behind it.
         norm: module path of the norm.
         consumers: module paths of the linears that read the cast.
         format: MXFP8, MXFP6, MXFP4 or NVFP4.
