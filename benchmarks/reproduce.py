@@ -37,7 +37,8 @@ What [MXNorm (arXiv 2603.13180)](https://arxiv.org/abs/2603.13180) claims, and w
 CPU say. **A**: from the paper's abstract. **R**: as others report it from the paper, not checked
 against it. All other numbers come from the script in the last column, by its
 committed results; `python benchmarks/reproduce.py` sets them together and measures nothing. Losses
-in nats; ± is a 95% interval over paired seeds, *undecided* while it is wider than ± .01."""
+in nats; ± is a 95% interval over paired seeds, *undecided* while it is wider than ± .01 or of fewer
+than four pairs."""
 
 COMPARABLE = """## What can be compared
 
@@ -45,7 +46,8 @@ COMPARABLE = """## What can be compared
 - **Losses** not as such: other text, another tokenizer, a small part of the tokens
   ([pre-training](train.md), also with the questions that the paper leaves open). The sign of a
   paired difference can, and its size with care: early in training it is not that of the end. The
-  reported differences have no interval known to us.
+  reported differences have no interval known to us. Sizes of model here differ in rate and, at
+  125M, in text too: they say nothing about a trend over width.
 - **Kernels** as ratios, each over torch.compile on its own chip. Which torch, shapes and scale
   format the reported one has we do not know ([kernels](kernels.md)).
 - **The layer** hardly: an H200 has no MXFP8 or NVFP4 matmul. Emulated, matmuls take a larger
@@ -87,12 +89,14 @@ def arithmetic(s: Sources) -> list[str]:
         f"multiprocessors with {SCHEDULERS} schedulers at {CLOCK / 1e9:.2f} GHz, "
         f"{ISSUE / 1e12:.3f}e12 instructions of a warp a second. A kernel takes the longer of "
         "bytes and instructions. Ours is compiled for that chip (`blackwell.py`); the two "
-        "kernels of torch.compile are counted on an H200 (`kernels.py`), and code for the newer "
-        "chip would be shorter: so the ratio lies between that of bytes and that of this table.",
+        "kernels of torch.compile are counted on an H200 (`kernels.py`). Bytes are those that have "
+        "to move.",
         "",
         *table(head, b["lines"]),
         "",
-        f"By the longer: {b['ratio']:.2f}x. By bytes alone: {b['bytes_ratio']:.2f}x. The estimate "
+        f"By the longer: {b['ratio']:.2f}x. By bytes alone: {b['bytes_ratio']:.2f}x. Neither is a "
+        f"bound: for the H200 (4.8 TB/s, 1.98 GHz) the same arithmetic says {b['h200']:.2f}x, and "
+        f"{b['measured']:.2f}x is measured. The estimate "
         f"itself saves {counts['instr., exact, gain'] - counts['instr., p2, gain']:.2f} of "
         f"{counts['instr., exact, gain']:.2f} instructions an element there, and no time "
         f"({counts['ms, exact, gain']:.4f} and {counts['ms, p2, gain']:.4f} ms): memory decides.",
@@ -104,11 +108,12 @@ def epsilon() -> str:
     floor_in, floor_out, tiny = math.sqrt(EPS), EPS, 1e-3
     inside, outside = tiny / math.sqrt(tiny**2 + EPS), tiny / (tiny + EPS)
     return (
-        f"The authors' earlier code adds eps outside the root; ours stands inside, as RMSNorm's "
-        f"does. At eps = {EPS:g} rows fade below an RMS of {floor_in:.4f} with ours and of "
-        f"{floor_out:g} with theirs, {floor_in / floor_out:.0f} times lower. A row of RMS {tiny:g} "
-        f"leaves RMSNorm and ours with an RMS of {inside:.3f}, theirs with {outside:.3f}; at an "
-        f"RMS of 1 the two differ by {abs(1 / math.sqrt(1 + EPS) - 1 / (1 + EPS)):.0e}."
+        f"The authors' earlier code adds eps outside the root (R); ours stands inside, as "
+        f"RMSNorm's does, at 1e-5 in all runs here. At eps = {EPS:g} rows fade below an RMS of "
+        f"{floor_in:.4f} with ours and of {floor_out:g} with theirs, {floor_in / floor_out:.0f} "
+        f"times lower. A row of RMS {tiny:g} leaves RMSNorm and ours with an RMS of {inside:.3f}, "
+        f"theirs with {outside:.3f}; at an RMS of 1 the two differ by "
+        f"{abs(1 / math.sqrt(1 + EPS) - 1 / (1 + EPS)):.0e}."
     )
 
 

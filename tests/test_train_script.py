@@ -99,8 +99,10 @@ def test_paired_difference() -> None:
     assert gap.values == pytest.approx((0.01, 0.02, 0.03))
     assert gap.half_width == pytest.approx(4.3027 * 0.01 / math.sqrt(3), rel=1e-4)
     assert gap.verdict == "undecided"
-    assert results.Difference((0.0101, 0.0102, 0.0103)).verdict == "differs"
-    assert results.Difference((0.001, -0.001, 0.0)).verdict == "no difference seen"
+    assert results.Difference((0.0101, 0.0102, 0.0103, 0.0102)).verdict == "differs"
+    assert results.Difference((0.001, -0.001, 0.0, 0.0)).verdict == "no difference seen"
+    # Two that agree by chance decide nothing.
+    assert results.Difference((0.0101, 0.0102, 0.0103)).verdict == "undecided"
     assert results.Difference((0.5,)).verdict == "undecided"
     lost = results.Difference((0.01, math.nan))
     assert (str(lost), lost.verdict) == ("a run diverged", "undecided")
@@ -184,6 +186,6 @@ def test_paired_runs(tmp_path: Path) -> None:
         assert plain[-1] < plain[0] - 0.4
     assert found["rmsnorm", 0].loss[0] != found["rmsnorm", 1].loss[0]
     text = "\n".join(results.table(about, curves))
-    assert "| exact | 0.01 | 2 |" in text and "+0.0000 +- 0.0000, no difference seen" in text
+    assert "| exact | 0.01 | 2 |" in text and "+0.0000 (2 pairs), undecided" in text
     rows = json.loads((out / "runs.json").read_text())["runs"]
     assert len(rows) == 6 and len(found["p2", 0].norms) == 4

@@ -22,7 +22,9 @@ from trainlib.words import (
     accuracies,
     by_rate,
     gaps,
+    listed,
     machines,
+    other_gaps,
     outliers,
     said,
     seeds,
@@ -64,10 +66,11 @@ def setup(found: dict[str, Folder]) -> Lines:
                 f"a byte-level BPE of {about['vocab']:,} ids, of which the last "
                 f"{corpus.VALIDATION:,} are held out; SHA-256 of the ids `{about['sha256'][:16]}`"
             )
-            if about["longest"] > corpus.LONGEST:
+            if not folder.has_held_out:
                 parts.append(
-                    "with tables of registers that a program wrote, which the held-out tokens are "
-                    "of too: validation losses on them say little"
+                    "with files of any length, so that much of it is tables of registers that a "
+                    "program wrote; the held-out tokens are the end of one whose beginning is "
+                    "trained on and measure nothing: no validation losses are given"
                 )
         if "images" in about:
             parts.append(f"{about['images']:,} images, {about['held_out']:,} of them held out")
@@ -93,7 +96,13 @@ def setup(found: dict[str, Folder]) -> Lines:
         )
     head = ["runs", "parameters", "steps", "tokens a run", "tokens a parameter"]
     head += [f"of {CHINCHILLA} a parameter", "passes over the text"]
-    return [*lines, *table(head, rows), "", text("tokens")]
+    several = (
+        [" ".join(["Folders differ in text, rate, width and depth at once:",
+                   "compare runs within a folder only."])]
+        if len(said_of) > 1
+        else []
+    )  # fmt: skip
+    return [*lines, *table(head, rows), "", text("tokens"), *several]
 
 
 def main_runs(folder: Folder, found: dict[str, Folder]) -> Lines:
@@ -102,6 +111,9 @@ def main_runs(folder: Folder, found: dict[str, Folder]) -> Lines:
         f"{len(folder.at(rate))} runs at a peak rate of {rate:g}, {seeds(folder)}.",
         "",
         *gaps(folder, "tokens"),
+        *other_gaps(folder),
+        "",
+        text("exact"),
         "",
         f"![Loss curves and paired differences](img/train-{folder.name}.svg)",
         "",
@@ -144,7 +156,13 @@ def cause(folder: Folder, found: dict[str, Folder], rate: float) -> Lines:
 
 def sweep(folder: Folder, found: dict[str, Folder]) -> Lines:
     lines = [text("rates"), "", *by_rate(folder), ""]
-    return [*lines, f"![Final loss against the learning rate](img/train-{folder.name}.svg)"]
+    lines += [f"At {main_rate(folder):g}:", "", *gaps(folder, "tokens"), ""]
+    if len(folder.rates) > 1:
+        lines += [f"![Final loss against the learning rate](img/train-{folder.name}.svg)"]
+    else:
+        lines += [*results.table(folder.about, folder.curves)[2:], ""]
+        lines += [f"![Losses and paired differences](img/train-{folder.name}.svg)"]
+    return lines
 
 
 def first_steps(folder: Folder, found: dict[str, Folder]) -> Lines:
@@ -218,14 +236,42 @@ def every_run(found: dict[str, Folder]) -> Lines:
         )
         lines += [f"### {name}", "", f"{machines([folder])}. {links}.", ""]
         lines += [*(f"    {command}" for command in folder.commands()), ""]
+        if folder.missing and "command" not in folder.about:
+            lines += [f"It also makes {left(folder)}, which are not among these.", ""]
         lines += ["<details markdown>", f"<summary>{len(rows)} runs</summary>", ""]
         lines += [*table(head, rows), "", "</details>", ""]
     return lines
 
 
+def left(folder: Folder) -> str:
+    """Runs that the command makes beside those that are there, in words."""
+    some: dict[tuple[str, float], list[str]] = {}
+    for variant, seed, rate in folder.missing:
+        some.setdefault((variant, rate), []).append(str(seed))
+    return listed(
+        [
+            f"`{variant}` of seed{'s' * (len(of) > 1)} {listed(of)} at {rate:g}"
+            for (variant, rate), of in some.items()
+        ]
+    )
+
+
+def in_short(found: dict[str, Folder]) -> Lines:
+    """What p = 2 costs in every folder, a line each, and what is not measured."""
+    lines = []
+    for name, folder in found.items():
+        rate = main_rate(folder)
+        gap = paired(folder.at(rate), "p2")
+        if gap.values:
+            title = TITLES.get(name, name)
+            lines.append(f"- {title}, peak rate {rate:g}: p = 2 minus RMSNorm {said(gap)}.")
+    without = [title for name, title in TITLES.items() if name not in found]
+    return [*lines, *([f"- Not measured: {'; '.join(without)}."] if without else [])]
+
+
 def page(found: dict[str, Folder]) -> str:
     """The document."""
-    lines = [text("head"), ""]
+    lines = [text("head"), "", *in_short(found), ""]
     if found:
         lines += [f"Machine: {machines(found.values())}.", ""]
     lines += ["## What is run", "", *(setup(found) if found else [text("setup")]), ""]
@@ -247,7 +293,7 @@ def pictures(found: dict[str, Folder]) -> dict[str, figures.Figure]:
     made: dict[str, figures.Figure] = {}
     for name, folder in found.items():
         stem = f"train-{name}"
-        if name == "15m-rates":
+        if name == "15m-rates" and len(folder.rates) > 1:
             made[f"{stem}.svg"] = figures.rates(folder)
             continue
         if name == "15m-open":

@@ -6,16 +6,18 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from scipy import stats
 
+from trainlib.corpus import LONGEST
 from trainlib.loop import VARIANTS, Curve, Plan
 
 TAIL = 0.05  # of a run: the steps that a final loss is the mean of
+FEWEST = 4  # pairs: two that agree by chance have an interval as narrow as one likes
 SPIKE = 6.0  # median absolute deviations above the median of the steps before
 WINDOW = 50
 
@@ -39,14 +41,19 @@ def final(curve: Curve) -> float:
     return statistics.fmean(tail)
 
 
+def before(curve: Curve) -> Iterator[tuple[int, float, float]]:
+    """By step from ``WINDOW`` on: the median of the steps before it, and a spike's least height."""
+    for i in range(WINDOW, len(curve.loss)):
+        some = curve.loss[i - WINDOW : i]
+        median = statistics.median(some)
+        yield i, median, SPIKE * max(statistics.median(abs(v - median) for v in some), 1e-6)
+
+
 def spike_steps(curve: Curve) -> list[int]:
     """Steps whose loss stands out of the ``WINDOW`` before them; a run of them counts once."""
     found, inside = [], False
-    for i in range(WINDOW, len(curve.loss)):
-        before = curve.loss[i - WINDOW : i]
-        median = statistics.median(before)
-        spread = statistics.median(abs(v - median) for v in before)
-        out = not curve.loss[i] <= median + SPIKE * max(spread, 1e-6)
+    for i, median, least in before(curve):
+        out = not curve.loss[i] <= median + least
         if out and not inside:
             found.append(i)
         inside = out
@@ -65,7 +72,10 @@ def deviation(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of paired differences with its 95% interval (Student's t)."""
+    """Mean of paired differences with its 95% interval (Student's t).
+
+    Undecided while the half-width is over .01, and of fewer than ``FEWEST`` pairs.
+    """
 
     values: tuple[float, ...]
 
@@ -83,13 +93,14 @@ class Difference:
     def __str__(self) -> str:
         if not math.isfinite(self.mean):
             return "a run diverged"
-        if len(self.values) < 2:
-            return f"{self.mean:+.4f} (one pair)"
-        return f"{self.mean:+.4f} +- {self.half_width:.4f}, {self.verdict}"
+        if len(self.values) < FEWEST:
+            count = "one pair" if len(self.values) == 1 else f"{len(self.values)} pairs"
+            return f"{self.mean:+.4f} ({count}), undecided"
+        return f"{self.mean:+.4f} ± {self.half_width:.4f}, {self.verdict}"
 
     @property
     def verdict(self) -> str:
-        if not self.half_width <= 0.01:
+        if len(self.values) < FEWEST or not self.half_width <= 0.01:
             return "undecided"
         return "no difference seen" if abs(self.mean) <= self.half_width else "differs"
 
@@ -146,6 +157,15 @@ def save(
     (folder / "runs.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
+def has_held_out(about: dict[str, Any]) -> bool:
+    """Whether the held-out tokens are text of their own.
+
+    With files of any length they are the end of one that a program wrote and that the runs train
+    on.
+    """
+    return bool(about["corpus"].get("longest", 0) <= LONGEST)
+
+
 def table(about: dict[str, Any], curves: Sequence[Curve]) -> list[str]:
     """A Markdown table: per variant and rate the losses, and their paired difference."""
     plan = about["plan"]
@@ -153,9 +173,9 @@ def table(about: dict[str, Any], curves: Sequence[Curve]) -> list[str]:
     lines = [
         f"{plan['size']}, {tokens / 1e6:.1f}M tokens a run, {about['machine']['device']}",
         "",
-        "| variant | rate | seeds | final loss | validation | minus RMSNorm (95%) | spikes "
-        "| gradient norm | tokens/s |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| variant | rate | seeds | final loss (± SD of seeds) | validation "
+        "| minus RMSNorm (± 95%) | spikes | gradient norm |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for variant in VARIANTS:
         for rate in sorted({c.rate for c in curves}):
@@ -163,18 +183,16 @@ def table(about: dict[str, Any], curves: Sequence[Curve]) -> list[str]:
             if not some:
                 continue
             finals = [final(c) for c in some]
-            spread = f" +- {deviation(finals):.4f}" if len(finals) > 1 else ""
+            spread = f" ± {deviation(finals):.4f}" if len(finals) > 1 else ""
             gap = paired([c for c in curves if c.rate == rate], variant)
             said = "" if variant == "rmsnorm" or not gap.values else str(gap)
-            speed = statistics.median(
-                len(c.loss) * plan["batch"] * plan["seq"] / c.seconds for c in some
-            )
             norms = [v for c in some for v in c.grad_norm[len(c.grad_norm) // 2 :]]
             # Of the steps before a run diverged, where it did.
             norm = statistics.median([v for v in norms if math.isfinite(v)] or [math.nan])
-            held = statistics.fmean(c.validation for c in some)
+            held = f"{statistics.fmean(c.validation for c in some):.4f}"
+            held = held if has_held_out(about) else "–"
             lines.append(
                 f"| {variant} | {rate:g} | {len(some)} | {statistics.fmean(finals):.4f}{spread} "
-                f"| {held:.4f} | {said} | {sum(map(spikes, some))} | {norm:.3f} | {speed:,.0f} |"
+                f"| {held} | {said} | {sum(map(spikes, some))} | {norm:.3f} |"
             )
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 import statistics
@@ -77,6 +78,11 @@ class Folder:
         block = attention + forward + 2 * s.dim
         return 2 * s.vocab * s.dim + s.layers * block + s.dim
 
+    @property
+    def has_held_out(self) -> bool:
+        """See :func:`results.has_held_out`."""
+        return results.has_held_out(self.about)
+
     def at(self, rate: float) -> list[Curve]:
         return [c for c in self.curves if c.rate == rate]
 
@@ -84,6 +90,13 @@ class Folder:
         """Curves of a variant, by seed."""
         found = [c for c in self.curves if c.variant == variant and rate in (None, c.rate)]
         return sorted(found, key=lambda c: (c.rate, c.seed))
+
+    @property
+    def missing(self) -> list[tuple[str, int, float]]:
+        """Runs that the command makes and that are not among these: variant, seed, rate."""
+        there = {(c.variant, c.seed, c.rate) for c in self.curves}
+        wanted = itertools.product(self.variants, self.seeds, self.rates)
+        return [key for key in wanted if key not in there]
 
     def commands(self) -> list[str]:
         """What makes these runs, from the archive of their text on."""

@@ -11,7 +11,7 @@ from mxnorm_pass import theory
 from trainlib import results
 from trainlib.figures import STATISTICS, label, main_rate
 from trainlib.loop import SIZES
-from trainlib.results import Difference, final, paired
+from trainlib.results import FEWEST, Difference, final, paired
 from trainlib.runs import RISE, Folder, diverged, first_divergence, held_out, over_depth
 
 CHINCHILLA = 20  # tokens a parameter, arXiv 2203.15556
@@ -26,7 +26,7 @@ def text(name: str) -> str:
     found = dict(piece.split("\n", 1) for piece in pieces[1:])
     return found[name].strip("\n").format(
         chinchilla=CHINCHILLA, rise=RISE, window=results.WINDOW, spike=results.SPIKE,
-        tail=results.TAIL,
+        tail=results.TAIL, fewest=FEWEST,
     )  # fmt: skip
 
 
@@ -57,6 +57,12 @@ def said(gap: Difference) -> str:
         return "no number, since a run diverged"
     if n == 1:
         return f"{signed(gap.mean)} nats in one pair, which has no interval: undecided"
+    if n < FEWEST:
+        each = ", ".join(map(signed, gap.values))
+        return (
+            f"{signed(gap.mean)} nats in the mean of {n} pairs ({each}), too few for an interval: "
+            "undecided"
+        )
     verdict = {
         "undecided": "undecided, as the half-width is over .01",
         "no difference seen": "no difference seen, the interval holds zero",
@@ -74,11 +80,21 @@ def gaps(folder: Folder, also: str = "") -> Lines:
         if variant == "rmsnorm" or not gap.values:
             continue
         held = held_out(folder.at(rate), variant)
-        sign = "" if len(held.values) < 2 else f" ± {held.half_width:.4f}"
-        known = also and math.isfinite(gap.mean + held.mean)
+        sign = "" if len(held.values) < FEWEST else f" ± {held.half_width:.4f}"
+        known = also and folder.has_held_out and math.isfinite(gap.mean + held.mean)
         beside = f" On held-out {also}: {signed(held.mean)}{sign}." if known else ""
         lines.append(f"- **{label(variant)} minus RMSNorm**: {said(gap)}.{beside}")
     return lines
+
+
+def other_gaps(folder: Folder) -> Lines:
+    """Estimates against each other and against what computes the true RMS by their route."""
+    curves = folder.at(main_rate(folder))
+    return [
+        f"- **{label(one)} minus {label(other)}**: {said(gap)}."
+        for one, other in (("p2", "exact"), ("p1", "exact"), ("p1", "p2"))
+        if (gap := paired(curves, one, other)).values
+    ]
 
 
 def size_of(folder: Folder) -> str:
@@ -96,21 +112,28 @@ def machines(folders: Iterable[Folder]) -> str:
 
 def spikes(folder: Folder, rate: float) -> str:
     """Counts of spikes and gradient norms in words."""
-    counts = []
+    counts, least = [], []
     for variant in folder.variants:
         some = folder.of(variant, rate)
         late = [v for c in some for v in c.grad_norm[len(c.grad_norm) // 2 :]]
         late = [v for v in late if math.isfinite(v)]
         if not late:
             continue
+        least += [above for c in some for _, _, above in results.before(c)]
         counts.append(
             f"{label(variant)} {sum(map(results.spikes, some))} in {len(some)} "
             f"{'run' if len(some) == 1 else 'runs'} (gradient norm {statistics.median(late):.3f} "
             f"in the median, {max(late):.3g} at most)"
         )
+    above = (
+        f" A spike of these runs is at least {statistics.median(least):.2f} nats high, in the "
+        "median over steps."
+        if least
+        else ""
+    )
     return (
         f"Spikes of the loss, and gradient norms of the second half before clipping: "
-        f"{'; '.join(counts)}."
+        f"{'; '.join(counts)}.{above}"
     )
 
 
@@ -146,6 +169,11 @@ def excess(folder: Folder, variant: str) -> float | None:
 
 def by_rate(folder: Folder) -> Lines:
     """Final losses by variant and rate, and where each diverges, in words."""
+    if len(folder.rates) < 2:
+        return [
+            f"One peak rate so far, {folder.rates[0]:g}, {seeds(folder)}: no sweep. Which rate is "
+            "best, and where a variant diverges, is not known."
+        ]
     rows, words = [], []
     for variant in folder.variants:
         cells, best = [], (math.inf, math.nan)
