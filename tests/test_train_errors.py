@@ -184,6 +184,10 @@ DAMAGED = {
         about(lambda a: a["corpus"].pop("longest")),
         "runs.json: corpus.longest missing, expected a whole number above zero",
     ),
+    "kind of group": (
+        about(lambda a: a.update(plan=[])),
+        "runs.json: plan is [], expected an object",
+    ),
     "no runs": (about(lambda a: a["runs"].clear()), "runs.json: runs is [], expected a list of"),
     "a run": (about(lambda a: a["runs"].append(3)), "runs.json: runs[2] is 3, expected an object"),
     "of a run": (
@@ -371,6 +375,7 @@ ARGUMENTS = {
     "--rates inf": "argument --rates: inf: expected a number above zero",
     "--rates fast": "argument --rates: fast: expected a number above zero",
     "--rates 1e-3 0.001": "argument --rates: 0.001: there more than once",
+    "--rates 1e-3 0.0010000001": "argument --rates: 0.001: there more than once",
     "--seeds 0 1 0": "argument --seeds: 0: there more than once",
     "--seeds -1": "argument --seeds: -1: expected a whole number from 0 to 2**32 - 1",
     "--seeds 4294967296": "argument --seeds: 4294967296: expected a whole number from 0 to 2**32",
@@ -411,9 +416,9 @@ def test_runs_that_would_have_nowhere_to_go(text: Path, tmp_path: Path, capsys) 
     for out in (text, text / "below"):
         said = refused(train.main, run_of(text, out, ""), capsys)
         assert said.endswith(f"{out}: {text} is a file, expected a folder or nothing yet")
-    said = refused(train.main, ["vit", "--out", text, "--device", "cpu"], capsys)
-    assert "is a file" in said
-    argv = ["vit", "--out", tmp_path / "out", "--device", "cpu", "--batch", "2000"]
+    argv = ["vit", "--device", "cpu", "--budget", "0", "--out"]
+    assert "is a file" in refused(train.main, [*argv, text], capsys)
+    argv += [tmp_path / "out", "--batch", "2000"]
     assert "--batch 2000: expected one of 2, 4, 8, 10," in refused(train.main, argv, capsys)
     assert not (tmp_path / "out").exists()
 
@@ -453,7 +458,9 @@ def test_corpora(text: Path, tmp_path: Path, capsys) -> None:
         tokens, known = found["tokens"], json.loads(str(found["about"]))
     middle = bytearray(whole)
     middle[len(whole) // 2] ^= 255
-    for content in (b"", b"junk", whole[: len(whole) // 2], bytes(middle)):
+    array = io.BytesIO()
+    np.save(array, tokens)
+    for content in (b"", b"junk", array.getvalue(), whole[: len(whole) // 2], bytes(middle)):
         bad.write_bytes(content)
         assert "bad.npz: no corpus" in (words := said()) and "`train.py corpus` wrote" in words
     with bad.open("wb") as file:
@@ -473,10 +480,12 @@ def test_corpora(text: Path, tmp_path: Path, capsys) -> None:
     with bad.open("wb") as file:
         np.savez_compressed(file, tokens=tokens, about=np.array(json.dumps(older)))
     assert "bad.npz: limit, longest not noted, as an earlier version left it" in said()
-    # As many as a step needs, and no more.
+    # As many as a step needs, and one fewer.
     plan = Plan("tiny", 1, 2, 32, 1e-3, 1, "cpu")
     enough = corpus.Corpus(tokens[: corpus.VALIDATION + 65], **known)
     assert next(Batches(enough, plan).training(0)).shape == (2, 33)
+    with pytest.raises(ValueError, match="400,064 tokens, too few for one step of 64 beside"):
+        Batches(corpus.Corpus(tokens[: corpus.VALIDATION + 64], **known), plan)
 
 
 def test_archives(tmp_path: Path, capsys) -> None:
