@@ -108,6 +108,13 @@ def test_paired_difference() -> None:
     assert (str(lost), lost.verdict) == ("a run diverged", "undecided")
 
 
+def test_a_variant_of_a_later_script_is_in_the_table() -> None:
+    curves = [curve(variant, 0, [3.0] * 8) for variant in ("p9", "p2", "rmsnorm")]
+    plan = {"size": "tiny", "steps": 8, "batch": 2, "seq": 32}
+    lines = results.table({"plan": plan, "machine": {"device": "CPU"}, "corpus": {}}, curves)
+    assert [row.split(" | ")[0] for row in lines[4:]] == ["| rmsnorm", "| p2", "| p9"]
+
+
 def test_spikes_are_counted_once_each() -> None:
     losses = [3.0 + 0.01 * (i % 5) for i in range(200)]
     losses[120:123] = [9.0] * 3

@@ -157,6 +157,12 @@ def save(
     (folder / "runs.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
+def in_order(curves: Iterable[Curve]) -> list[str]:
+    """Variants that there are: in the order of :data:`VARIANTS`, others behind."""
+    there = dict.fromkeys(c.variant for c in curves)
+    return [v for v in VARIANTS if v in there] + [v for v in there if v not in VARIANTS]
+
+
 def has_held_out(about: dict[str, Any]) -> bool:
     """Whether the held-out tokens are text of their own.
 
@@ -177,7 +183,7 @@ def table(about: dict[str, Any], curves: Sequence[Curve]) -> list[str]:
         "| minus RMSNorm (± 95%) | spikes | gradient norm |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for variant in VARIANTS:
+    for variant in in_order(curves):
         for rate in sorted({c.rate for c in curves}):
             some = [c for c in curves if (c.variant, c.rate) == (variant, rate)]
             if not some:

@@ -17,7 +17,7 @@ from scipy import stats
 from trainlib import logs, results
 from trainlib.inputs import BadInput, folder_to_write
 from trainlib.logs import LATER
-from trainlib.loop import SIZES, VARIANTS, Curve, Plan
+from trainlib.loop import SIZES, Curve, Plan
 from trainlib.results import Difference, final
 
 RISE = 0.5  # nats above its own lowest twentieth at which a run that ends counts as diverged
@@ -49,9 +49,8 @@ class Folder:
 
     @property
     def variants(self) -> list[str]:
-        """In the order of :data:`VARIANTS`, others behind."""
-        there = dict.fromkeys(c.variant for c in self.curves)
-        return [v for v in VARIANTS if v in there] + [v for v in there if v not in VARIANTS]
+        """See :func:`results.in_order`."""
+        return results.in_order(self.curves)
 
     @property
     def seeds(self) -> list[int]:
