@@ -14,10 +14,8 @@ from torch.fx import Graph, Node
 from mxnorm_pass.ops import OP
 from mxnorm_pass.ops.rmsnorm_mxquant import Options
 from mxnorm_pass.recognise import aten
-from mxnorm_pass.recognise.paths import module_path
 from mxnorm_pass.recognise.walk import downwards
-
-_PRODUCTS = (aten.aten.mul.Tensor, aten.aten.div.Tensor)
+from mxnorm_pass.trust.nodes import PRODUCTS, is_same, source_of_gain, who
 
 
 def other_reads(graph: Graph, own: Collection[Node]) -> list[list[str]]:
@@ -50,11 +48,7 @@ def _estimates(op: Node) -> bool:
 
 
 def _said(node: Node) -> str:
-    if node.op == "output":
-        return "what the model returns, or another graph"
-    what = "a norm that keeps the true RMS" if node.target is OP else str(node.target)
-    path = module_path(node)
-    return f"{path} ({what})" if path else what
+    return who(node, "a norm that keeps the true RMS" if node.target is OP else "")
 
 
 def _is_estimated(node: Node, gain: Node) -> bool:
@@ -68,9 +62,9 @@ def _is_estimated(node: Node, gain: Node) -> bool:
 
 
 def _is_normed(row: Node) -> bool:
-    while row.target is aten.CONVERT or aten.keeps_order(row) or aten.moves(row):
+    while is_same(row) or aten.moves(row):
         row = row.all_input_nodes[0]
-    return row.target in _PRODUCTS and any(_is_of_rstd(n) for n in row.all_input_nodes)
+    return row.target in PRODUCTS and any(_is_of_rstd(n) for n in row.all_input_nodes)
 
 
 def _is_of_rstd(node: Node) -> bool:
@@ -84,15 +78,3 @@ def _is_of_rstd(node: Node) -> bool:
             return False
         node = node.all_input_nodes[0]
     return False
-
-
-def source_of_gain(gain: Node) -> Node | None:
-    """The input that a gain is made of by pointwise ops and reshapes; None for several."""
-    node = gain
-    while node.op != "placeholder":
-        sources = [n for n in node.all_input_nodes if aten.tensor(n) is not None]
-        passes = aten.is_pointwise(node) or aten.keeps_order(node)
-        if len(sources) != 1 or not passes:
-            return None
-        node = sources[0]
-    return node

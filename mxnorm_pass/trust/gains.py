@@ -233,7 +233,7 @@ def _candidate(
     exclude: Sequence[str],
 ) -> FoldedGain:
     """The gain, with all reasons to leave it that need no trial."""
-    entry = FoldedGain(use.gain, use.norms, "/".join(sorted(use.kinds)), use.linears)
+    entry = FoldedGain(use.gain, use.norms, use.kind, use.linears)
     entry.why_left.extend(use.blockers)
     for name in (use.gain, *dict.fromkeys(reader.weight for reader in use.readers)):
         if name in raw.by_name:
@@ -257,7 +257,7 @@ def _candidate(
 
 def _products(use: GainUse, parameters: Parameters) -> dict[str, functools.partial[Tensor]]:
     """By the name of each weight what makes its new values; a linear may be called twice."""
-    gain = gain_values("/".join(use.kinds), parameters.tensors[use.gain]).flatten()
+    gain = gain_values(use.kind, parameters.tensors[use.gain]).flatten()
     return {
         name: functools.partial(torch.mul, other=gain if axis == 1 else gain.unsqueeze(-1))
         for name, axis in _axes(use).items()
@@ -280,7 +280,7 @@ def _try_out(
     products = [
         Product(
             tensors[name],
-            "/".join(use.kinds),
+            use.kind,
             [(tensors[weight], axis) for weight, axis in _axes(use).items()],
         )
         for name, use in chosen.items()

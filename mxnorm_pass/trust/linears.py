@@ -28,7 +28,7 @@ from mxnorm_pass.recognise.norm_function import gain_kind
 from mxnorm_pass.recognise.norm_search import find_norm
 from mxnorm_pass.recognise.paths import module_path
 from mxnorm_pass.recognise.walk import downwards
-from mxnorm_pass.trust.estimated import source_of_gain
+from mxnorm_pass.trust.nodes import is_same, source_of_gain, who
 from mxnorm_pass.trust.scaled import Norms, Scaled, is_whole
 from mxnorm_pass.trust.tracing import (
     Traced,
@@ -201,7 +201,7 @@ class _Finder:
         if not isinstance(rows, Node) or not aten.shape(rows):
             return None
         k = aten.shape(rows)[-1]
-        missed[matmul] = f"{_who(matmul)} reads no RMSNorm that is understood"
+        missed[matmul] = f"{who(matmul)} reads no RMSNorm that is understood"
         try:
             norm = find_norm(rows, k) if isinstance(k, int) else None
         except Decline as decline:
@@ -252,7 +252,7 @@ class _Finder:
                 and user.args[_PRODUCTS.get(user.target, (0, 1))[0]] is node
             )
             if not ours:
-                use.block(f"also read by {_who(user)}, which is no linear of this norm")
+                use.block(f"also read by {who(user)}, which is no linear of this norm")
 
     def _no_linear(
         self, start: Node, products: set[Node], use: GainUse, missed: dict[Node, str]
@@ -262,7 +262,7 @@ class _Finder:
         """
 
         def is_still_the_norm(n: Node) -> bool:
-            same = n.target is aten.CONVERT or aten.keeps_order(n) or aten.moves(n)
+            same = is_same(n) or aten.moves(n)
             return n in products or same or source_of_gain(n) is start
 
         said = False
@@ -274,7 +274,7 @@ class _Finder:
             elif node in missed:
                 use.block(missed[node])
             else:
-                use.block(f"read by {_who(node)}, which is no linear")
+                use.block(f"read by {who(node)}, which is no linear")
             said = True
         return said
 
@@ -283,7 +283,7 @@ class _Finder:
         for node, user in _reached(start):
             sides = _PRODUCTS.get(user.target)
             as_weight = sides is not None and user.args[sides[1]] is node
-            seen.append((readers.get(user, "") if as_weight else "", _who(user)))
+            seen.append((readers.get(user, "") if as_weight else "", who(user)))
 
     def result(self) -> Gains:
         """All graphs taken together, and what was read outside of them."""
@@ -320,10 +320,10 @@ class _Finder:
                 use.block(f"{reader.weight} is tied to {', '.join(tied)}")
             if axes.setdefault(reader.weight, reader.axis) != reader.axis:
                 use.block(f"{reader.weight} is multiplied with the norm along both of its axes")
-            for gain, who in self._weights.get(reader.weight, []):
+            for gain, said in self._weights.get(reader.weight, []):
                 if gain != use.gain:
                     other = f" with the gain {gain}" if gain else ""
-                    use.block(f"{reader.weight} is also read by {who}{other}")
+                    use.block(f"{reader.weight} is also read by {said}{other}")
             self._unseen(use, reader.weight)
 
     def _others(self, name: str) -> list[str]:
@@ -382,11 +382,3 @@ def _reached(start: Node) -> list[tuple[Node, Node]]:
             else:
                 ends.append((node, user))
     return ends
-
-
-def _who(node: Node) -> str:
-    """A reader, for people."""
-    if node.op == "output":
-        return "what the model returns, or another graph"
-    path = module_path(node)
-    return f"{path} ({node.target})" if path else f"{node.target}"

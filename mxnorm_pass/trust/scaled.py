@@ -17,10 +17,9 @@ from mxnorm_pass.recognise import aten, fused_norm, opaque
 from mxnorm_pass.recognise.lift import MAX_PIECE
 from mxnorm_pass.recognise.statistics import MEANS, is_of_squares
 from mxnorm_pass.recognise.walk import downwards, upwards
-from mxnorm_pass.trust.estimated import source_of_gain
+from mxnorm_pass.trust.nodes import PRODUCTS, is_same, source_of_gain
 
 _MULTIPLY = aten.aten.mul.Tensor
-_PRODUCTS = (_MULTIPLY, aten.aten.div.Tensor)
 _LENGTH = aten.aten.linalg_vector_norm.default
 _ROOTS = (aten.aten.rsqrt.default, aten.aten.sqrt.default, aten.aten.pow.Tensor_Scalar, _LENGTH)
 
@@ -95,7 +94,7 @@ class Norms:
         """
 
         def passes(n: Node) -> bool:
-            same = n.target in _PRODUCTS or n.target in aten.EXPAND or _is_same(n)
+            same = n.target in PRODUCTS or n.target in aten.EXPAND or is_same(n)
             return same or aten.moves(n)
 
         found = upwards([row], passes, most=MAX_PIECE)
@@ -103,18 +102,14 @@ class Norms:
 
     def _later(self, product: Node) -> tuple[Node, tuple[Node, ...]] | None:
         """``(x * gain) * rstd``: the norm and the products."""
-        for node in downwards([product], lambda n: n is product or _is_same(n)):
-            if node is not product and node.target in _PRODUCTS:
+        for node in downwards([product], lambda n: n is product or is_same(n)):
+            if node is not product and node.target in PRODUCTS:
                 for other in node.all_input_nodes:
-                    while other.target in aten.EXPAND or _is_same(other):
+                    while other.target in aten.EXPAND or is_same(other):
                         other = other.all_input_nodes[0]
                     if other in self._per_row:
                         return self._per_row[other], (product, node)
         return None
-
-
-def _is_same(node: Node) -> bool:
-    return node.target is aten.CONVERT or aten.keeps_order(node)
 
 
 def _is_per_channel(gain: Any) -> bool:

@@ -171,9 +171,11 @@ def to_rmsnorm(
     raw = Reads(tapped.parameters.tensors)
     with raw_reads(raw):
         handle.loss_unbaked = _plain_loss(target, given, loss_fn)
+    declined = {site.norm: site.reason for site in tapped.report.sites if site.status == "declined"}
     try:
         for name, gain in watch.gains.items():
-            _bake(handle, target, name, gain, tapped, raw)
+            others = [*tapped.other_reads(name), *raw.by_name.get(name, [])]
+            _bake(handle, target, name, gain, declined, list(dict.fromkeys(others)))
         for norm, why in watch.without.items():
             handle.left.setdefault(norm, why)
         if handle.loss_unbaked is not None:
@@ -260,16 +262,13 @@ def _bake(
     model: nn.Module,
     name: str,
     gain: _Gain,
-    tapped: Tapped,
-    raw: Reads,
+    declined: dict[str, str | None],
+    others: list[str],
 ) -> None:
-    sites = tapped.report.sites
-    declined = {site.norm: site.reason for site in sites if site.status == "declined"}
     # Graphs of layers that are compiled one by one call all their norms alike.
     norms = ", ".join(dict.fromkeys(place(norm, name) for norm in gain.norms))
     why = ""
     partly = [norm for norm in gain.norms if norm in declined]
-    others = list(dict.fromkeys((*tapped.other_reads(name), *raw.by_name.get(name, []))))
     if len(gain.names) > 1 or len(gain.ratios) > 1:
         why = f"its gain is shared: {', '.join(gain.names)}"
     elif partly:

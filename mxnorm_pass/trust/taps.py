@@ -21,7 +21,8 @@ from mxnorm_pass.recognise import aten
 from mxnorm_pass.recognise.consumers import readers
 from mxnorm_pass.recognise.paths import module_path
 from mxnorm_pass.report import GraphReport, Report, SiteReport
-from mxnorm_pass.trust.estimated import other_reads, source_of_gain
+from mxnorm_pass.trust.estimated import other_reads
+from mxnorm_pass.trust.nodes import source_of_gain
 from mxnorm_pass.trust.tracing import Traced, evaluating, original
 
 SITE = "mxnorm_site"

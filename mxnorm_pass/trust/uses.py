@@ -53,6 +53,11 @@ class GainUse:
     quantised: list[str] = field(default_factory=list)
     linears: list[str] = field(default_factory=list)
 
+    @property
+    def kind(self) -> str:
+        """The kinds as one word."""
+        return "/".join(sorted(self.kinds))
+
     def block(self, why: str) -> None:
         """One more reason."""
         if why not in self.blockers:
