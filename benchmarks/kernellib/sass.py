@@ -72,9 +72,11 @@ def issued(compiled: Compiled, trips: int) -> tuple[float, int]:
     return total, len(loops)
 
 
-def seconds(moved: float, warp_instructions: float) -> tuple[float, float]:
-    """By memory and by issue slots; the longer one bounds the kernel."""
-    return moved / BANDWIDTH, warp_instructions / ISSUE
+def seconds(
+    moved: float, warp_instructions: float, bandwidth: float = BANDWIDTH, issue: float = ISSUE
+) -> tuple[float, float]:
+    """By memory and by issue slots, of a B200 unless said; the longer one bounds the kernel."""
+    return moved / bandwidth, warp_instructions / issue
 
 
 @dataclass

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kernellib.figures import Figures
-from kernellib.sass import BANDWIDTH, ISSUE
+from kernellib.sass import seconds
 from theorylib.figures import pick, read_csv
 
 from mxnorm_pass import theory
 from trainlib import runs
 from trainlib.figures import label, main_rate
+from trainlib.inputs import BadInput, read_json
 from trainlib.loop import SIZES
 from trainlib.results import FEWEST, Difference, paired
 from trainlib.words import CHINCHILLA, signed
@@ -32,18 +33,34 @@ REPORTED: dict[str, Any] = {
     "layer": {"MXFP8": 0.013, "NVFP4": 0.026},  # A
 }
 SHAPE = (16384, 4096, False)
-# NVIDIA's figures: 4.8 TB/s, 132 multiprocessors with 4 schedulers, at most 1.98 GHz.
-H200_BANDWIDTH, H200_ISSUE = 4.8e12, 132 * 4 * 1.98e9
+# NVIDIA's figures of an H200: 132 multiprocessors with 4 schedulers, at most 1.98 GHz.
+H200_BANDWIDTH, H200_CLOCK = 4.8e12, 1.98e9
+H200_ISSUE = 132 * 4 * H200_CLOCK
 
 
 class Sources:
-    """Everything that the page is made of."""
+    """Everything that the page is made of.
+
+    Raises:
+        BadInput: where a file of ``docs`` or a folder of ``train`` is missing or damaged.
+    """
 
     def __init__(self, docs: Path, train: Path) -> None:
-        self.theory = read_csv(docs / "data" / "theory.csv")
-        self.kernels = Figures(json.loads((docs / "kernels.json").read_text()))
-        self.layer = json.loads((docs / "layer.json").read_text())
-        self.blackwell = blackwell_row(docs / "blackwell.md")
+        def read(name: str, parse: Callable[[Path], Any]) -> Any:
+            path = docs / name
+            if not path.is_file():
+                raise BadInput(f"--docs {docs}: no {name} in it, expected the folder of documents")
+            try:
+                return parse(path)
+            except BadInput:
+                raise
+            except (KeyError, TypeError, ValueError, StopIteration) as error:
+                raise BadInput(f"{path}: damaged, {error!r}") from None
+
+        self.theory = read("data/theory.csv", read_csv)
+        self.kernels = read("kernels.json", lambda path: Figures(read_json(path)))
+        self.layer = read("layer.json", read_json)
+        self.blackwell = read("blackwell.md", blackwell_row)
         self.train = runs.read(train)
 
 
@@ -145,9 +162,8 @@ def number(gap: Difference) -> str:
     if not math.isfinite(gap.mean):
         return "a run diverged"
     if len(gap.values) < FEWEST:
-        count = "one pair" if len(gap.values) == 1 else f"{len(gap.values)} pairs"
-        return f"{signed(gap.mean)}, {count}, no interval"
-    return f"{signed(gap.mean)} ± {gap.half_width:.4f}, {len(gap.values)} pairs"
+        return f"{signed(gap.mean)}, {gap.pairs}, no interval"
+    return f"{signed(gap.mean)} ± {gap.half_width:.4f}, {gap.pairs}"
 
 
 def losses(s: Sources, size: str, name: str) -> list[Row]:
@@ -377,12 +393,12 @@ def prediction(s: Sources) -> dict[str, Any]:
     parts += [("torch.compile, norm", reads, base[0]), ("torch.compile, cast", moved, base[1])]
     lines, times = [], []
     for name, size, each in parts:
-        memory, issue = size / BANDWIDTH * 1e3, each * elements / 32 / ISSUE * 1e3
+        memory, issue = (1e3 * t for t in seconds(size, each * elements / 32))
         times.append(max(memory, issue))
         lines.append([name, f"{size / 1e6:.1f}", f"{memory:.4f}", f"{each:.2f}", f"{issue:.4f}",
                       f"{times[-1]:.4f}"])  # fmt: skip
     there = [
-        max(size / H200_BANDWIDTH, each * elements / 32 / H200_ISSUE)
+        max(seconds(size, each * elements / 32, H200_BANDWIDTH, H200_ISSUE))
         for size, each in zip((moved, reads, moved), (own, *base), strict=True)
     ]
     return {

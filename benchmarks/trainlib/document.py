@@ -96,12 +96,7 @@ def setup(found: dict[str, Folder]) -> Lines:
         )
     head = ["runs", "parameters", "steps", "tokens a run", "tokens a parameter"]
     head += [f"of {CHINCHILLA} a parameter", "passes over the text"]
-    several = (
-        [" ".join(["Folders differ in text, rate, width and depth at once:",
-                   "compare runs within a folder only."])]
-        if len(said_of) > 1
-        else []
-    )  # fmt: skip
+    several = [text("several")] if len(said_of) > 1 else []
     return [*lines, *table(head, rows), "", text("tokens"), *several]
 
 

@@ -94,9 +94,13 @@ class Difference:
         if not math.isfinite(self.mean):
             return "a run diverged"
         if len(self.values) < FEWEST:
-            count = "one pair" if len(self.values) == 1 else f"{len(self.values)} pairs"
-            return f"{self.mean:+.4f} ({count}), undecided"
+            return f"{self.mean:+.4f} ({self.pairs}), undecided"
         return f"{self.mean:+.4f} ± {self.half_width:.4f}, {self.verdict}"
+
+    @property
+    def pairs(self) -> str:
+        """How many they are, in words."""
+        return "one pair" if len(self.values) == 1 else f"{len(self.values)} pairs"
 
     @property
     def verdict(self) -> str:
