@@ -84,7 +84,6 @@ def run_vit(args: argparse.Namespace) -> int:
     words += ["--size", args.size, "--variants", *args.variants]
     words += ["--seeds", *map(str, args.seeds), "--rates", *map(str, args.rates or [plan.rate])]
     words += ["--epochs", str(args.epochs), "--batch", str(args.batch)]
-    words += ["--out", f"docs/data/train/{args.out.name}"]
     images = digits.Digits(plan)
     print(size)
     return train(args, plan, digits.VisionTrainer, images, images, command=shlex.join(words))

@@ -25,12 +25,13 @@ import moe
 import reproduce
 import titan
 import train
-from trainlib import claims, corpus, document, figures, logs, results, runs
+from trainlib import claims, corpus, document, figures, logs, results, runs, words
 from trainlib.loop import SIZES, Curve, Plan
 from trainlib.results import Difference
 
 ROOT = Path(__file__).parents[1]
 OFF = {"rmsnorm": 0.0, "exact": 0.0, "p1": 0.03, "p2": 0.02, "p4": 0.05, "p2-learnt": 0.004}
+OFF |= {"p2-own": 0.0, "p2-projected": 0.012}
 MACHINE = {"device": "a chip", "torch": "2.11.0", "torchao": "0.18.0"}
 
 
@@ -147,8 +148,10 @@ def test_sentences_are_what_the_curves_say(made) -> None:
         )
         in short
     )
-    assert "- Not measured: Mixture of experts." in short
-    assert "### Where the difference comes from" in page
+    assert (
+        "- Not measured: 125M parameters, an earlier text; The gradient's part, at 15M parameters; "
+        "Mixture of experts."
+    ) in short
     # The one spike that was put in, and what the second half's gradient norms reach.
     most = max(found["p1", s, 1e-3][1][60:].max() for s in range(4))
     middle = np.median([found["p1", s, 1e-3][1][60:] for s in range(4)])
@@ -191,10 +194,13 @@ def test_rates(made) -> None:
     found = read(data, "15m-rates")
     best = {v: tail(found[v, 0, 2e-3][0]) for v in ("rmsnorm", "p1", "p2")}
     assert (
-        f"RMSNorm: best at 0.002 ({best['rmsnorm']:.4f}), diverges at 0.032; p = 1: best at 0.002 "
-        f"({best['p1']:.4f}), diverges at 0.008; p = 2: best at 0.002 ({best['p2']:.4f}), none "
-        "diverged up to 0.032."
+        "Seed 0; in brackets, minus RMSNorm; bold, a variant's best: RMSNorm diverges at 0.032; "
+        "p = 1 diverges at 0.008; no other diverged up to 0.032."
     ) in page
+    gap = best["p2"] - best["rmsnorm"]
+    assert f"| p = 2 | **{best['p2']:.4f}** ({gap:+.4f}) | " in page
+    # Without a pair no difference, and none of a run that diverged.
+    assert f"| {tail(found['p2', 0, 32e-3][0]):.4f} | " in page
     rise = np.mean([tail(found["p2", 0, r][0]) for r in (2e-3, 8e-3, 32e-3)]) - best["p2"]
     lost = np.mean([best["rmsnorm"], tail(found["rmsnorm", 0, 8e-3][0]),
                     found["rmsnorm", 0, 32e-3][0][0]]) - best["rmsnorm"]  # fmt: skip
@@ -207,6 +213,66 @@ def test_rates(made) -> None:
     # The open questions' runs have their pair among these.
     gap = tail(read(data, "15m-open")["p4", 0, 2e-3][0]) - best["rmsnorm"]
     assert f"**p = 4 minus RMSNorm**: {gap:+.4f} nats in one pair" in page
+
+
+def test_the_rate_of_equally_many_runs_is_the_one_that_suits_rmsnorm(tmp_path: Path) -> None:
+    """The lowest where no RMSNorm run tells, and the one of the most runs whatever it ends at."""
+    ends = {("rmsnorm", 1e-3): "rises"}  # the invented losses rise with the rate
+    save(tmp_path / "15m-rates", "15m", ["rmsnorm", "p2"], [0], [4e-3, 1e-3, 2e-3], ends)
+    about, curves = logs.load(tmp_path / "15m-rates")
+    assert figures.main_rate(runs.Folder(tmp_path, about, curves)) == 2e-3
+    without = [c for c in curves if c.variant != "rmsnorm"]
+    assert figures.main_rate(runs.Folder(tmp_path, about, without)) == 1e-3
+    fewer = [c for c in curves if (c.variant, c.rate) != ("p2", 2e-3)]
+    assert figures.main_rate(runs.Folder(tmp_path, about, fewer)) == 4e-3
+
+
+def test_gradients_of_the_estimate_are_set_beside_each_other(tmp_path: Path) -> None:
+    """Seeds of the sweep at that rate are among the pairs; what each gradient leaves is said."""
+    variants = ["rmsnorm", "p2", "p2-projected", "p2-own"]
+    save(tmp_path / "15m", "15m", variants, [1, 2, 3], [4e-3])
+    save(tmp_path / "15m-rates", "15m", ["rmsnorm", "p1", "p2"], [0], [1e-3, 4e-3])
+    save(tmp_path / "15m-open", "15m", ["p4", *variants[2:]], [0], [1e-3, 4e-3])
+    found = runs.read(tmp_path)
+    page = document.page(found)
+    section = page[page.index("## The gradient's part") : page.index("## Learning rates")]
+    ends = {key: tail(v[0]) for name in found for key, v in read(tmp_path, name).items()}
+    said = {}
+    for one, other in [(v, "rmsnorm") for v in variants[1:]] + [("p2-projected", "p2")]:
+        said[one, other] = interval([ends[one, s, 4e-3] - ends[other, s, 4e-3] for s in range(4)])
+    for (one, other), (mean, half) in said.items():
+        line = f"- **{figures.label(one)} minus {figures.label(other)}**: "
+        assert f"{line}{mean:+.4f} ± {half:.4f} nats over 4 pairs" in section
+    assert "Seeds 0, 1, 2 and 3 at a peak rate of 0.004." in section
+    # Variants that the folder itself has not are another section's.
+    assert "p = 4" not in section and "| p1 |" not in section
+    whole, left = said["p2", "rmsnorm"][0], said["p2-projected", "rmsnorm"][0]
+    saved = abs(said["p2-projected", "p2"][0])
+    assert (
+        f"the *projected* gradient ends {saved:.4f} nats below p = 2, which is {whole:+.4f} from "
+        f"RMSNorm: of a difference from RMSNorm {left:+.4f} is left."
+    ) in section
+    assert "the *own* gradient ends" in section and section.count("none is seen") == 1
+    claim = reproduce.page(reproduce.DOCS, tmp_path)
+    assert f"| {whole:+.4f} ± {said['p2', 'rmsnorm'][1]:.4f}, 4 pairs, at a peak rate of" in claim
+
+
+def test_pairs_on_another_text_are_told_apart_and_together(tmp_path: Path) -> None:
+    save(tmp_path / "125m", "125m", ["rmsnorm", "p2"], [0, 1, 2, 3], [1e-3])
+    save(tmp_path / "125m-tables", "125m", ["rmsnorm", "p1", "p2"], [5, 6], [1e-3], longest=10**9)
+    page = document.page(runs.read(tmp_path))
+    gaps = []
+    for name, seeds in (("125m", range(4)), ("125m-tables", (5, 6))):
+        found = read(tmp_path, name)
+        gaps += [tail(found["p2", s, 1e-3][0]) - tail(found["rmsnorm", s, 1e-3][0]) for s in seeds]
+    both = "{:+.4f} ± {:.4f} nats over 6 pairs".format(*interval(gaps))
+    assert f"- **p = 2 minus RMSNorm, over both texts**: {both}" in page
+    claim = reproduce.page(reproduce.DOCS, tmp_path)
+    assert f"With the runs on an earlier text: {both}" in claim
+    # p = 1 ran on the earlier one alone.
+    assert re.search(
+        r"125M: p = 1 minus RMSNorm.*2 pairs, no interval .* \(the earlier one\)", claim
+    )
 
 
 def test_one_rate_is_no_sweep(tmp_path: Path) -> None:
@@ -254,7 +320,7 @@ def test_runs_can_be_made_again_from_the_archive(made) -> None:
     assert page.count(f"{text} --longest 100000 --out corpus.npz\n") == 3
     assert page.count(f"{text} --longest 1000000000 --out corpus.npz\n") == 1
     assert page.count("    python benchmarks/train.py run ") == 4
-    assert page.count("    python elsewhere.py --seeds 0 1\n") == 1
+    assert page.count("    python elsewhere.py --seeds 0 1 --out docs/data/train/vit\n") == 1
     assert page.count("measure nothing: no validation losses are given") == 1
     section = page[page.index("## 1B parameters") : page.index("## Open questions")]
     assert "held-out" not in section and "| – |" in section
@@ -310,7 +376,7 @@ def test_no_runs_and_half_a_run(tmp_path, made, capsys) -> None:
     empty = tmp_path / "none"
     empty.mkdir()
     found = document.page(runs.read(empty))
-    assert found.count("Not measured: there are no runs in `docs/data/train/") == 6
+    assert found.count("Not measured: there are no runs in `docs/data/train/") == 8
     claim = reproduce.page(reproduce.DOCS, empty)
     assert claim.count("not measured | – | no runs in `docs/data/train/") == 5
     data, _ = made
@@ -363,6 +429,19 @@ def test_parameters(size: str) -> None:
 
 
 # --- claim by claim -------------------------------------------------------------------------------
+
+
+def test_an_interval_without_zero_is_said_also_where_it_is_wide() -> None:
+    wide = Difference((0.2, 0.25, 0.31, 0.27))
+    assert wide.verdict == "undecided" and wide.excludes_zero and "without zero" in str(wide)
+    assert "half-width is over .01; the interval excludes zero" in words.said(wide)
+    holds = Difference((0.2, -0.25, 0.31, 0.27))
+    assert not holds.excludes_zero and "without zero" not in str(holds)
+    assert "half-width is over .01; the interval holds zero" in words.said(holds)
+    few = Difference((0.2, 0.25, 0.31))
+    assert not few.excludes_zero and "without zero" not in str(few)
+    narrow = Difference((0.02, 0.021, 0.022, 0.02))
+    assert narrow.verdict == "differs" and not narrow.only_size_is_open
 
 
 def test_losses_against_the_report() -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 import reproduce
 
 from trainlib import corpus, figures, results
-from trainlib.figures import label, main_rate
+from trainlib.figures import main_rate
 from trainlib.inputs import BadInput
-from trainlib.results import final, paired
-from trainlib.runs import Folder, diverged, join, read
+from trainlib.results import Difference, final, paired
+from trainlib.runs import Folder, diverged, join, pool, read
 from trainlib.words import (
     CHINCHILLA,
+    TITLES,
     Lines,
     accuracies,
     by_rate,
@@ -28,6 +29,7 @@ from trainlib.words import (
     outliers,
     said,
     seeds,
+    signed,
     size_of,
     spikes,
     table,
@@ -39,14 +41,15 @@ SOURCES = {
     "linux-source-": "the sources and documents of the Linux kernel, GPL-2.0, from Debian's "
     "package of that name",
 }
-TITLES = {
-    "125m": "125M parameters",
-    "15m-rates": "Learning rates at 15M parameters",
-    "1b": "1B parameters, the first steps",
-    "15m-open": "Open questions at 15M parameters",
-    "moe": "Mixture of experts",
-    "vit": "Vision transformer",
-}
+
+
+def shown(name: str, found: dict[str, Folder]) -> Folder:
+    """A folder with the runs of others that its section takes in."""
+    folder, rates = found[name], found.get("15m-rates")
+    if name == "15m":
+        return pool(folder, rates, found.get("15m-open"))
+    return join(folder, rates) if name == "15m-open" else folder
+
 
 # --- sections -------------------------------------------------------------------------------------
 
@@ -107,6 +110,7 @@ def main_runs(folder: Folder, found: dict[str, Folder]) -> Lines:
         "",
         *gaps(folder, "tokens"),
         *other_gaps(folder),
+        *both_texts(folder, found.get("125m-tables")),
         "",
         text("exact"),
         "",
@@ -126,27 +130,51 @@ def main_runs(folder: Folder, found: dict[str, Folder]) -> Lines:
         "",
         f"![Outlier statistics over depth](img/train-{folder.name}-norms.svg)",
     ]
-    gap = paired(folder.at(rate), "p2")
-    if gap.verdict == "differs":
-        lines += ["", "### Where the difference comes from", "", *cause(folder, found, rate)]
     return lines
 
 
-def cause(folder: Folder, found: dict[str, Folder], rate: float) -> Lines:
-    """What the other runs say about it, as facts; shown where the interval excludes zero."""
-    lines = [text("cause"), ""]
-    for variant in ("exact", "p1"):
-        gap = paired(folder.at(rate), variant)
-        if gap.values:
-            lines.append(f"- {label(variant)} minus RMSNorm, same runs: {said(gap)}.")
-    other = found.get("15m-open")
-    if other is not None:
-        other = join(other, found.get("15m-rates"))
-        for variant in other.variants:
-            gap = paired(other.at(main_rate(other)), variant)
-            if variant != "rmsnorm" and gap.values:
-                lines.append(f"- {label(variant)} minus RMSNorm at 15M: {said(gap)}.")
-    return lines
+def both_texts(folder: Folder, earlier: Folder | None) -> Lines:
+    """The pairs of both folders at this size as one sample."""
+    if earlier is None:
+        return []
+    rate = main_rate(folder)
+    values = [v for f in (folder, earlier) for v in paired(f.at(rate), "p2").values]
+    return [f"- **p = 2 minus RMSNorm, over both texts**: {said(Difference(tuple(values)))}."]
+
+
+def earlier_text(folder: Folder, found: dict[str, Folder]) -> Lines:
+    return [
+        text("125m-tables"),
+        "",
+        *gaps(folder, "tokens"),
+        *other_gaps(folder),
+        "",
+        f"![Loss curves and paired differences](img/train-{folder.name}.svg)",
+        "",
+        *results.table(folder.about, folder.curves)[2:],
+    ]
+
+
+def cause(folder: Folder, found: dict[str, Folder]) -> Lines:
+    """Same estimate, other gradients: what each leaves of the difference."""
+    rate = main_rate(folder)
+    lines = [f"{seeds(folder).capitalize()} at a peak rate of {rate:g}. {text('cause')}", ""]
+    lines += [*gaps(folder, "tokens"), *other_gaps(folder), ""]
+    curves = folder.at(rate)
+    whole = paired(curves, "p2")
+    for kind in ("projected", "own"):
+        left, saved = paired(curves, f"p2-{kind}"), paired(curves, f"p2-{kind}", "p2")
+        if whole.excludes_zero and saved.excludes_zero and whole.mean * saved.mean < 0:
+            rest = f"{signed(left.mean)} is left" if left.excludes_zero else "none is seen"
+            side = "below" if saved.mean < 0 else "above"
+            lines += [
+                f"With the estimate as before in the forward pass, the *{kind}* gradient ends "
+                f"{abs(saved.mean):.4f} nats {side} p = 2, which is {signed(whole.mean)} from "
+                f"RMSNorm: of a difference from RMSNorm {rest}.",
+                "",
+            ]
+    lines += [f"![Losses and paired differences](img/train-{folder.name}.svg)", ""]
+    return [*lines, *results.table(folder.about, curves)[2:]]
 
 
 def sweep(folder: Folder, found: dict[str, Folder]) -> Lines:
@@ -174,7 +202,6 @@ def first_steps(folder: Folder, found: dict[str, Folder]) -> Lines:
 
 
 def open_questions(folder: Folder, found: dict[str, Folder]) -> Lines:
-    folder = join(folder, found.get("15m-rates"))
     lines = [text("open"), "", *gaps(folder, "tokens"), ""]
     lines += [f"![Losses and paired differences](img/train-{folder.name}.svg)"]
     if len(folder.rates) > 1:
@@ -197,6 +224,8 @@ def example(folder: Folder, found: dict[str, Folder]) -> Lines:
 
 SECTIONS: dict[str, Callable[[Folder, dict[str, Folder]], Lines]] = {
     "125m": main_runs,
+    "125m-tables": earlier_text,
+    "15m": cause,
     "15m-rates": sweep,
     "1b": first_steps,
     "15m-open": open_questions,
@@ -254,7 +283,8 @@ def left(folder: Folder) -> str:
 def in_short(found: dict[str, Folder]) -> Lines:
     """What p = 2 costs in every folder, a line each, and what is not measured."""
     lines = []
-    for name, folder in found.items():
+    for name in found:
+        folder = shown(name, found)
         rate = main_rate(folder)
         gap = paired(folder.at(rate), "p2")
         if gap.values:
@@ -274,7 +304,7 @@ def page(found: dict[str, Folder]) -> str:
     for name in order:
         lines += [f"## {TITLES.get(name, name)}", ""]
         if name in found:
-            lines += [*SECTIONS.get(name, example)(found[name], found), ""]
+            lines += [*SECTIONS.get(name, example)(shown(name, found), found), ""]
         else:
             lines += [f"Not measured: there are no runs in `docs/data/train/{name}`.", ""]
     lines += ["## Make it again", "", text("again"), ""]
@@ -286,15 +316,13 @@ def page(found: dict[str, Folder]) -> str:
 def pictures(found: dict[str, Folder]) -> dict[str, figures.Figure]:
     """By file name."""
     made: dict[str, figures.Figure] = {}
-    for name, folder in found.items():
-        stem = f"train-{name}"
+    for name in found:
+        folder, stem = shown(name, found), f"train-{name}"
         if name == "15m-rates" and len(folder.rates) > 1:
             made[f"{stem}.svg"] = figures.rates(folder)
             continue
-        if name == "15m-open":
-            folder = join(folder, found.get("15m-rates"))
-            if len(folder.rates) > 1:
-                made[f"{stem}-rates.svg"] = figures.rates(folder)
+        if name == "15m-open" and len(folder.rates) > 1:
+            made[f"{stem}-rates.svg"] = figures.rates(folder)
         made[f"{stem}.svg"] = figures.curves(folder)
         if name == "125m":
             made[f"{stem}-spread.svg"] = figures.spread(folder)

@@ -59,8 +59,13 @@ def colour(variant: str) -> str:
 
 
 def main_rate(folder: Folder) -> float:
-    """That of the most runs; of several, the lowest."""
-    return max(folder.rates, key=lambda rate: (len(folder.at(rate)), -rate))
+    """That of the most runs; of several, the one at which RMSNorm ends lowest, or the lowest."""
+
+    def height(rate: float) -> float:
+        good = [final(c) for c in folder.of("rmsnorm", rate) if not diverged(c)]
+        return statistics.fmean(good) if good else math.inf
+
+    return min(folder.rates, key=lambda rate: (-len(folder.at(rate)), height(rate), rate))
 
 
 def _line(panel: Any, variant: str, series: list[float], width: int, *, named: bool) -> None:

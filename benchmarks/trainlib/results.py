@@ -95,7 +95,8 @@ class Difference:
             return "a run diverged"
         if len(self.values) < FEWEST:
             return f"{self.mean:+.4f} ({self.pairs}), undecided"
-        return f"{self.mean:+.4f} ± {self.half_width:.4f}, {self.verdict}"
+        beside = ", without zero" if self.only_size_is_open else ""
+        return f"{self.mean:+.4f} ± {self.half_width:.4f}, {self.verdict}{beside}"
 
     @property
     def pairs(self) -> str:
@@ -103,10 +104,20 @@ class Difference:
         return "one pair" if len(self.values) == 1 else f"{len(self.values)} pairs"
 
     @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval of enough pairs does, however wide it is."""
+        return len(self.values) >= FEWEST and abs(self.mean) > self.half_width
+
+    @property
+    def only_size_is_open(self) -> bool:
+        """Whether there is a difference that is undecided for the width of its interval alone."""
+        return self.excludes_zero and self.verdict == "undecided"
+
+    @property
     def verdict(self) -> str:
         if len(self.values) < FEWEST or not self.half_width <= 0.01:
             return "undecided"
-        return "no difference seen" if abs(self.mean) <= self.half_width else "differs"
+        return "differs" if self.excludes_zero else "no difference seen"
 
 
 def paired(curves: Sequence[Curve], variant: str, against: str = "rmsnorm") -> Difference:

@@ -99,8 +99,9 @@ class Folder:
 
     def commands(self) -> list[str]:
         """What makes these runs, from the archive of their text on."""
+        out = shlex.join(["--out", f"docs/data/train/{self.name}"])
         if "command" in self.about:
-            return [str(self.about["command"])]
+            return [f"{command} {out}" for command in str(self.about["command"]).split("; ")]
         about = self.about["corpus"]
         first = ["python", "benchmarks/train.py", "corpus", f"usr/src/{about['source']}"]
         first += ["--bytes", str(about["limit"]), "--longest", str(about["longest"])]
@@ -110,8 +111,8 @@ class Folder:
         words += [*self.variants, "--seeds", *map(str, self.seeds), "--rates"]
         words += [*(f"{r:g}" for r in self.rates), "--tokens", str(self.tokens)]
         words += ["--batch", str(plan["batch"]), "--seq", str(plan["seq"])]
-        words += ["--corpus", "corpus.npz", "--out", f"docs/data/train/{self.name}"]
-        return [shlex.join(first), shlex.join(words)]
+        words += ["--corpus", "corpus.npz"]
+        return [shlex.join(first), f"{shlex.join(words)} {out}"]
 
 
 def folders(data: Path) -> list[Path]:
@@ -190,6 +191,18 @@ def join(one: Folder, other: Folder | None) -> Folder:
         if (c.seed, c.rate) in wanted and (c.variant, c.seed, c.rate) not in there
     ]
     return Folder(one.path, one.about, one.curves + more)
+
+
+def pool(one: Folder, *others: Folder | None) -> Folder:
+    """``one`` with those seeds of ``others`` at its rates that were made alike, of its variants."""
+    there = {(c.variant, c.seed, c.rate): c for c in one.curves}
+    for other in others:
+        if other is None or unlike(one, other):
+            continue
+        for c in other.curves:
+            if c.variant in one.variants and c.rate in one.rates:
+                there.setdefault((c.variant, c.seed, c.rate), c)
+    return Folder(one.path, one.about, list(there.values()))
 
 
 def merge(paths: Sequence[Path], out: Path) -> int:

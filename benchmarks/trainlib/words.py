@@ -10,12 +10,22 @@ from pathlib import Path
 from mxnorm_pass import theory
 from trainlib import results
 from trainlib.figures import STATISTICS, label, main_rate
-from trainlib.loop import SIZES
+from trainlib.loop import SIZES, Curve
 from trainlib.results import FEWEST, Difference, final, paired
 from trainlib.runs import RISE, Folder, diverged, first_divergence, held_out, over_depth
 
 CHINCHILLA = 20  # tokens a parameter, arXiv 2203.15556
 HERE = Path(__file__).parent
+TITLES = {  # of the sections, by folder
+    "125m": "125M parameters",
+    "125m-tables": "125M parameters, an earlier text",
+    "15m": "The gradient's part, at 15M parameters",
+    "15m-rates": "Learning rates at 15M parameters",
+    "1b": "1B parameters, the first steps",
+    "15m-open": "Open questions at 15M parameters",
+    "moe": "Mixture of experts",
+    "vit": "Vision transformer",
+}
 
 Lines = list[str]
 
@@ -63,8 +73,9 @@ def said(gap: Difference) -> str:
             f"{signed(gap.mean)} nats in the mean of {n} pairs ({each}), too few for an interval: "
             "undecided"
         )
+    zero = "excludes" if gap.excludes_zero else "holds"
     verdict = {
-        "undecided": "undecided, as the half-width is over .01",
+        "undecided": f"undecided, as the half-width is over .01; the interval {zero} zero",
         "no difference seen": "no difference seen, the interval holds zero",
         "differs": "a difference, the interval excludes zero",
     }[gap.verdict]
@@ -87,12 +98,21 @@ def gaps(folder: Folder, also: str = "") -> Lines:
     return lines
 
 
+OTHER_PAIRS = (
+    ("p2", "exact"),
+    ("p1", "exact"),
+    ("p1", "p2"),
+    ("p2-own", "p2"),
+    ("p2-projected", "p2"),
+)
+
+
 def other_gaps(folder: Folder) -> Lines:
     """Estimates against each other and against what computes the true RMS by their route."""
     curves = folder.at(main_rate(folder))
     return [
         f"- **{label(one)} minus {label(other)}**: {said(gap)}."
-        for one, other in (("p2", "exact"), ("p1", "exact"), ("p1", "p2"))
+        for one, other in OTHER_PAIRS
         if (gap := paired(curves, one, other)).values
     ]
 
@@ -174,27 +194,40 @@ def by_rate(folder: Folder) -> Lines:
             f"One peak rate so far, {folder.rates[0]:g}, {seeds(folder)}: no sweep. Which rate is "
             "best, and where a variant diverges, is not known."
         ]
-    rows, words = [], []
+    rows, lost_at = [], []
     for variant in folder.variants:
-        cells, best = [], (math.inf, math.nan)
-        for rate in folder.rates:
-            some = folder.of(variant, rate)
-            good = [final(c) for c in some if not diverged(c)]
-            lost = len(some) - len(good)
-            mean = f"{statistics.fmean(good):.4f}" if good else ""
-            note = f"{lost} of {len(some)} diverged" if lost else ""
-            if good and not lost:
-                best = min(best, (statistics.fmean(good), rate))
-            cells.append(", ".join(filter(None, (mean, note))) or "–")
+        found = [folder.of(variant, rate) for rate in folder.rates]
+        means = [mean_final(some) for some in found]
+        best = min((m for m in means if math.isfinite(m)), default=None)
+        cells = []
+        for rate, some, mean in zip(folder.rates, found, means, strict=True):
+            lost = sum(map(diverged, some))
+            gap = paired(folder.at(rate), variant)
+            beside = variant != "rmsnorm" and gap.values and math.isfinite(gap.mean) and not lost
+            parts = [f"**{mean:.4f}**" if mean == best else f"{mean:.4f}"] * math.isfinite(mean)
+            parts += [f"({signed(gap.mean)})"] * bool(beside)
+            parts += [f"{lost} of {len(some)} diverged"] * bool(lost)
+            cells.append(" ".join(parts) or "–")
         rise = excess(folder, variant)
         rows.append([label(variant), *cells, "" if rise is None else f"{rise:.4f}"])
         first = first_divergence(folder, variant)
-        most = max(c.rate for c in folder.of(variant))
-        where = f"none diverged up to {most:g}" if first is None else f"diverges at {first:g}"
-        least = f"best at {best[1]:g} ({best[0]:.4f}), " if math.isfinite(best[0]) else ""
-        words.append(f"{label(variant)}: {least}{where}")
+        if first is not None:
+            lost_at.append(f"{label(variant)} diverges at {first:g}")
     head = ["final loss at a peak rate of", *(f"{r:g}" for r in folder.rates), "sensitivity"]
-    return ["; ".join(words) + ".", "", *table(head, rows)]
+    others = "no other" if lost_at else "none"
+    diverges = "; ".join([*lost_at, f"{others} diverged up to {folder.rates[-1]:g}"])
+    return [
+        f"{seeds(folder).capitalize()}; in brackets, minus RMSNorm; bold, a variant's best: "
+        f"{diverges}.",
+        "",
+        *table(head, rows),
+    ]
+
+
+def mean_final(curves: Sequence[Curve]) -> float:
+    """Over those that did not diverge; NaN without any."""
+    good = [final(c) for c in curves if not diverged(c)]
+    return statistics.fmean(good) if good else math.nan
 
 
 def accuracies(folder: Folder) -> list[list[str]]:
