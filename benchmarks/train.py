@@ -3,10 +3,11 @@ r"""Pre-train small Llamas in MXFP8 with RMSNorm and with MXNorm, from paired se
 The Llama of ``examples/titan.py``: torchao's emulated MXFP8 in forward, dgrad and wgrad of every
 linear of a block, bfloat16 weights over float32 masters, AdamW; the text is the source and the
 documents of the Linux kernel (Debian's ``linux-source-6.1``, GPL-2.0), behind a BPE of 16,384 ids.
-Variants: ``rmsnorm`` (torch.compile as it is), ``exact``, ``p1``, ``p2`` (the pass), and norms in
-plain PyTorch for other estimates (``trainlib/norms.py``). A seed decides weights and batches, the
-same in every variant. ``--size moe`` has mixtures of experts (``examples/moe.py``); ``vit`` trains
-a vision transformer (``examples/vit.py``) on scikit-learn's digits.
+Variants: ``rmsnorm`` (torch.compile as it is), ``exact``, ``p1``, ``p2`` and ``p2-pass-*`` (the
+pass), and norms in plain PyTorch for other estimates and gradients (``trainlib/norms.py``). A seed
+decides weights and batches, the same in every variant. ``--size moe`` has mixtures of experts
+(``examples/moe.py``); ``vit`` trains a vision transformer (``examples/vit.py``) on scikit-learn's
+digits.
 
     apt-get download linux-source-6.1 && dpkg -x linux-source-6.1*.deb .
     python benchmarks/train.py corpus usr/src/linux-source-6.1.tar.xz --out corpus.npz
@@ -19,8 +20,9 @@ a vision transformer (``examples/vit.py``) on scikit-learn's digits.
     python benchmarks/train.py merge out/first out/second --out docs/data/train/125m
     python benchmarks/train.py document   # docs/train.md from the runs in docs/data/train
 
-Exits with 1 where a run that the pass is to rewrite has no rewritten site, or no run was made;
-with 2 for a mistake in what it was given, before anything is trained or written.
+A folder that has runs already is not written to. Exits with 1 where a run that the pass is to
+rewrite has no rewritten site, or no run was made; with 2 for a mistake in what it was given, before
+anything is trained or written.
 """
 
 from __future__ import annotations
@@ -90,9 +92,10 @@ def run_vit(args: argparse.Namespace) -> int:
 
 
 def plan_of(args: argparse.Namespace, steps: float, seq: int, rate: float) -> Plan:
+    from trainlib import logs
     from trainlib.loop import Plan
 
-    inputs.folder_to_write(args.out)
+    logs.folder_to_write(args.out)
     steps = max(1, round(steps))
     rate = args.rates[0] if args.rates else rate
     warmup = max(1, min(100, steps // 10))
@@ -102,10 +105,10 @@ def plan_of(args: argparse.Namespace, steps: float, seq: int, rate: float) -> Pl
 def train(
     args: argparse.Namespace, plan: Plan, kind: type[Trainer], batches: Any, data: Any, **more: Any
 ) -> int:
-    """Seed by seed, so that what a short lease leaves is still paired."""
+    """Seed by seed, so that what a short time limit leaves is still paired."""
     import torch
     from trainlib import results
-    from trainlib.loop import SITES_PER_BLOCK, Curve
+    from trainlib.loop import REWRITTEN, SITES_PER_BLOCK, Curve
 
     if args.device == "cpu":
         sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -147,11 +150,7 @@ def train(
         print(f"no run was made in --budget {args.budget:g} seconds", file=sys.stderr)
         return 1
     print(f"{more['parameters']:,} parameters; {args.out}")
-    silent = [
-        c.variant
-        for c in curves
-        if c.variant in ("exact", "p1", "p2") and c.sites != SITES_PER_BLOCK
-    ]
+    silent = [c.variant for c in curves if c.variant in REWRITTEN and c.sites != SITES_PER_BLOCK]
     if silent:
         print(f"not {SITES_PER_BLOCK} sites per block: {sorted(set(silent))}", file=sys.stderr)
     return 1 if silent else 0
@@ -240,7 +239,7 @@ def parser() -> argparse.ArgumentParser:
         both.add_argument("--variants", **several, choices=VARIANTS, default=["rmsnorm", "p2"])
         both.add_argument("--seeds", **several, type=inputs.seed, default=[0])
         both.add_argument("--rates", **several, type=inputs.rate, help="peak learning rates")
-        both.add_argument("--out", type=Path, required=True, help="folder")
+        both.add_argument("--out", type=Path, required=True, help="folder without runs")
         both.add_argument(
             "--budget", type=inputs.duration, default=3e6, help="seconds; no run begun after"
         )
@@ -254,7 +253,7 @@ def parser() -> argparse.ArgumentParser:
     three.set_defaults(command=show)
     six = commands.add_parser("merge", help="runs of several commands as one folder")
     six.add_argument("folders", type=Path, nargs="+")
-    six.add_argument("--out", type=Path, required=True, help="folder")
+    six.add_argument("--out", type=Path, required=True, help="folder without runs")
     six.set_defaults(command=merge)
     four = commands.add_parser("document", help="page and figures from committed runs")
     four.add_argument("--data", type=Path, default=DOCS / "data" / "train", help="their folders")

@@ -124,6 +124,16 @@ def test_runs_that_would_have_nowhere_to_go(text: Path, tmp_path: Path, capsys) 
         assert said.endswith(f"{out}: {text} is a file, expected a folder or nothing yet")
     argv = ["vit", "--device", "cpu", "--budget", "0", "--out"]
     assert "is a file" in refused(train.main, [*argv, text], capsys)
+    there = tmp_path / "there"
+    save(there)
+    (there / "norms.csv").unlink()
+    before = (there / "runs.json").read_bytes()
+    for again in (run_of(text, there, ""), [*argv, there]):
+        assert refused(train.main, again, capsys).endswith(
+            f"{there}: has runs already (curves.csv, runs.json), expected another folder, or an "
+            "empty one"
+        )
+    assert (there / "runs.json").read_bytes() == before
     argv += [tmp_path / "out", "--batch", "2000"]
     assert "--batch 2000: expected one of 2, 4, 8, 10," in refused(train.main, argv, capsys)
     assert not (tmp_path / "out").exists()

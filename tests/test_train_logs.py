@@ -92,8 +92,16 @@ DAMAGED = {
         "curves.csv, line 110: p2, seed 0, rate 0.001 ends after 49 steps, expected 60, by its pla",
     ),
     "broken off with a number": (
-        line("curves.csv", 111, lambda s: s.replace("nan", "3.1")),
+        lambda f: to("curves.csv", (f / "curves.csv").read_bytes().replace(b"nan", b"3.1"))(f),
         "line 111: p2, seed 0, rate 0.001 ends after 50 steps, expected 60, by its plan; fewer on",
+    ),
+    "no number in between": (
+        line("curves.csv", 9, lambda s: s.replace(",3.125,", ",nan,")),
+        "curves.csv, line 10: loss is 3.11111 in rmsnorm, seed 0, rate 0.001 after one that is no ",
+    ),
+    "below zero": (
+        line("curves.csv", 9, lambda s: s.replace(",3.125,", ",-3.125,")),
+        "curves.csv, line 9: loss is -3.125 in rmsnorm, seed 0, rate 0.001, expected 0 or more",
     ),
     "longer than planned": (
         about(lambda a: a["plan"].update(steps=55)),
@@ -274,6 +282,14 @@ def test_merging_what_was_not_made_alike(kept: Path, tmp_path: Path, capsys) -> 
     said = refused(train.main, ["merge", kept, kept, "--out", tmp_path / "o"], capsys)
     assert said.endswith("there more than once: rmsnorm, seed 0, rate 0.001; p2, seed 0, rate 0.00"
                          "1")  # fmt: skip
+    save(tmp_path / "many", seeds=tuple(range(5)))
+    again = [tmp_path / "many"] * 2
+    said = refused(train.main, ["merge", *again, "--out", tmp_path / "o"], capsys)
+    assert said.endswith("; rmsnorm, seed 3, rate 0.001; p2, seed 3, rate 0.001; and 2 more")
+    before = (kept / "curves.csv").read_bytes()
+    said = refused(train.main, ["merge", kept, tmp_path / "many", "--out", kept], capsys)
+    assert "125m: has runs already (curves.csv, norms.csv, runs.json), expected another" in said
+    assert (kept / "curves.csv").read_bytes() == before
 
 
 def test_machines_that_note_more(kept: Path, tmp_path: Path, capsys) -> None:
@@ -285,6 +301,7 @@ def test_machines_that_note_more(kept: Path, tmp_path: Path, capsys) -> None:
 
     def merged(*folders: Path) -> dict[str, str]:
         out = tmp_path / "out"
+        shutil.rmtree(out, ignore_errors=True)
         assert train.main(["merge", *map(str, folders), "--out", str(out)]) == 0
         found, curves = logs.load(out)
         assert len(curves) == sum(len(logs.load(folder)[1]) for folder in folders) >= 4

@@ -21,8 +21,11 @@ LABELS = {
     "p2-calibrated": "p = 2 (calibrated c)",
     "p2-running": "p = 2 (running c)",
     "p2-learnt": "p = 2 (learnt c)",
+    "p2-straight": "p = 2 (plain)",
     "p2-projected": "p = 2 (projected gradient)",
     "p2-own": "p = 2 (own gradient)",
+    "p2-pass-projected": "p = 2 (projected, by the pass)",
+    "p2-pass-own": "p = 2 (own, by the pass)",
     "p4": "p = 4",
 }
 COLOURS = {
@@ -33,8 +36,11 @@ COLOURS = {
     "p2-calibrated": "C2",
     "p2-running": "C4",
     "p2-learnt": "C5",
+    "p2-straight": "navy",
     "p2-projected": "C6",
     "p2-own": "C8",
+    "p2-pass-projected": "purple",
+    "p2-pass-own": "olive",
     "p4": "C3",
 }
 MARKS = "os^Dv<>PXh"

@@ -6,12 +6,12 @@ Whatever is wrong with one is a :class:`BadInput` with file and line, or the pla
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from trainlib import loop
+from trainlib import inputs, loop
 from trainlib.inputs import BadInput, Row, read_json, read_rows
 from trainlib.loop import Curve, Plan
 
@@ -43,6 +43,7 @@ NONE: dict[str, Check] = {}
 LIST: Check = ("a list of runs", lambda v: isinstance(v, list) and len(v) > 0)
 
 ABOUT = {"machine": OBJECT, "plan": OBJECT, "corpus": OBJECT, "runs": LIST}
+MOST = 8  # runs that a message names
 LATER = ("triton", "driver")  # what runs did not note of their machine from the beginning
 MACHINE = {"device": TEXT, "torch": TEXT, "torchao": TEXT}
 PLAN = {
@@ -85,9 +86,27 @@ def load(folder: Path) -> tuple[dict[str, Any], list[Curve]]:
     return about, list(known.values())
 
 
+def folder_to_write(path: Path) -> None:
+    """Refuses what no folder of runs can be written to, and one that has runs already."""
+    inputs.folder_to_write(path)
+    there = [name for name in FILES if (path / name).exists()]
+    if there:
+        raise BadInput(
+            f"{path}: has runs already ({', '.join(there)}), expected another folder, or an empty "
+            "one"
+        )
+
+
 def named(key: Key) -> str:
     variant, seed, rate = key
     return f"{variant}, seed {seed}, rate {rate:g}"
+
+
+def several(keys: Iterable[Key]) -> str:
+    """The first ``MOST`` by name, and how many more there are."""
+    some = [named(key) for key in keys]
+    more = [f"and {len(some) - MOST} more"] if len(some) > MOST else []
+    return "; ".join([*some[:MOST], *more])
 
 
 def _check(
@@ -130,9 +149,7 @@ def read_about(path: Path) -> dict[str, Any]:
 def _key(row: Row, known: dict[Key, Curve]) -> Key:
     key = row.values["variant"], row.whole("seed"), row.number("rate")
     if key not in known:
-        some = [named(k) for k in known]
-        more = f"; and {len(some) - 8} more" if len(some) > 8 else ""
-        raise row.bad(f"no run {named(key)} in runs.json, which has {'; '.join(some[:8])}{more}")
+        raise row.bad(f"no run {named(key)} in runs.json, which has {several(known)}")
     return key
 
 
@@ -146,7 +163,15 @@ def read_curves(path: Path, known: dict[Key, Curve], steps: int) -> None:
             raise row.bad(f"step {step} of {named(key)}, expected step {len(curve.loss)}")
         if step >= steps:
             raise row.bad(f"step {step} of {named(key)}, expected at most {steps - 1}, by its plan")
-        curve.loss.append(row.number("loss"))
+        loss = row.number("loss")
+        if loss < 0:
+            raise row.bad(f"loss is {loss:g} in {named(key)}, expected 0 or more")
+        if math.isfinite(loss) and curve.loss and not math.isfinite(curve.loss[-1]):
+            raise row.bad(
+                f"loss is {loss:g} in {named(key)} after one that is no number, which a run does "
+                "not come back from"
+            )
+        curve.loss.append(loss)
         curve.grad_norm.append(row.number("grad_norm"))
         ends[key] = row
     for key, curve in known.items():

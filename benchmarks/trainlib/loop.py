@@ -46,16 +46,19 @@ RATES = {"125m": 1e-3, "15m": 2e-3, "1b": 3e-4, "tiny": 3e-3}
 RATES |= {"moe": 2e-3, "moe-linears": 2e-3, "moe-tiny": 3e-3}
 
 # Backends of torch.compile, and norms in plain PyTorch (power, constant, gradient) that it does not
-# rewrite.
-REWRITTEN = {
+# rewrite. ``p2-straight`` is ``p2`` but for the route, ``p2-pass-*`` are ``p2-*`` but for it.
+REWRITTEN: dict[str, dict[str, Any]] = {
     "exact": {"rms": "exact"},
     "p1": {"p": 1},
     "p2": {"p": 2},
+    "p2-pass-projected": {"p": 2, "gradient": "projected"},
+    "p2-pass-own": {"p": 2, "gradient": "own"},
 }
 MODULES: dict[str, tuple[Any, ...]] = {
     "p2-calibrated": (2, "calibrated"),
     "p2-running": (2, "running"),
     "p2-learnt": (2, "learnt"),
+    "p2-straight": (2, "gaussian", "straight"),
     "p2-projected": (2, "gaussian", "projected"),
     "p2-own": (2, "gaussian", "own"),
     "p4": (4, "gaussian"),

@@ -1,7 +1,8 @@
-"""Norms of the open questions, in plain PyTorch: other powers, constants that are fitted or learnt.
+"""Norms of the open questions, in plain PyTorch: other powers, constants and gradients.
 
-The op knows p = 1 and p = 2 with a constant. These compute the same estimate as any module, are not
-rewritten, and cast behind themselves; gradients are straight-through, as the op's are.
+The op knows p = 1 and p = 2 with a constant that is given. These compute the estimate as any module
+does: they are not rewritten, their gain is not folded, and the cast is behind them. Their gradient
+is straight-through, as the op's is by itself, or one of two others.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ class EstimatedNorm(nn.Module):
         constant: ``gaussian``, c(p, 32) of Gaussian rows; ``calibrated``, the mean ratio of the
             first batch, kept; ``running``, its moving average; ``learnt``, a parameter.
         gradient: ``straight``, straight-through: RMSNorm's formula with the estimated root in the
-            place of the true one, the op's. Of a row whose estimate is off it keeps a part along
-            the row, ``rho * (x.u) * (1 - rms^2 / estimate^2)``, though no scale of the row changes
-            the output. ``projected`` has none: RMSNorm's gradient times estimated over true root.
-            ``own``: the function's own, through the largest element of each block.
+            place of the true one. Of a row whose estimate is off it keeps a part along the row's
+            direction u, ``rho * (g.u) * (1 - rms^2 / (estimate^2 + eps))``, with g the gradient of
+            ``x * rho`` (behind the gain) and ``rho = 1 / sqrt(estimate^2 + eps)``; but for eps, no
+            scale of the row changes the output. ``projected`` is RMSNorm's gradient times estimated
+            over true root and has no such part, as RMSNorm's has none. ``own``: the function's own,
+            through the largest element of each block.
     """
 
     def __init__(self, norm: nn.RMSNorm, p: int, constant: str, gradient: str = "straight") -> None:

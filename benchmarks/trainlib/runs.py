@@ -15,7 +15,7 @@ import numpy as np
 from scipy import stats
 
 from trainlib import logs, results
-from trainlib.inputs import BadInput, folder_to_write
+from trainlib.inputs import BadInput
 from trainlib.logs import LATER
 from trainlib.loop import SIZES, Curve, Plan
 from trainlib.results import Difference, final
@@ -209,9 +209,9 @@ def merge(paths: Sequence[Path], out: Path) -> int:
     """Runs of one kind from several commands, written as one folder; how many they are.
 
     Raises:
-        BadInput: where plans, data or machines differ, or a run is there twice.
+        BadInput: where plans, data or machines differ, a run is there twice, or ``out`` has runs.
     """
-    folder_to_write(out)
+    logs.folder_to_write(out)
     found = [Folder(path, *logs.load(path)) for path in paths]
     first = found[0]
     for other in found[1:]:
@@ -222,7 +222,7 @@ def merge(paths: Sequence[Path], out: Path) -> int:
     keys = [(c.variant, c.seed, c.rate) for c in curves]
     twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
     if twice:
-        raise BadInput(f"there more than once: {'; '.join(map(logs.named, twice))}")
+        raise BadInput(f"there more than once: {logs.several(twice)}")
     known = {k: v for k, v in first.about.items() if k == "parameters"}
     commands = [f.about["command"] for f in found if "command" in f.about]
     if commands:
