@@ -20,6 +20,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "rms": ("mx", "exact"),
     "p": (1, 2),
     "gain": ("auto", "fold", "kernel"),
+    "gradient": ("straight_through", "projected", "own"),
     "tensor_scale": ("dynamic", "bound"),
     "inner": ("inductor", "eager"),
 }
@@ -100,6 +101,10 @@ class MXNormConfig:
             the row inside the op; ``auto`` folds in training graphs and uses the op elsewhere.
             Where folding cannot be right (the weight comes already cast, or is shared) the op
             applies the gain.
+        gradient: of the estimated root, in training: ``straight_through``, the paper's, is
+            RMSNorm's formula with the estimate in it; ``projected`` leaves out the part along the
+            row that this has and neither norm's gradient should; ``own`` is the estimate's own,
+            through the largest element of each block. See docs/train.md for what each costs.
         include: module-path globs of norms to rewrite.
         exclude: module-path globs of norms to leave alone; wins over ``include``.
         exact: module-path globs of norms that keep the true RMS under ``rms="mx"``; their gains
@@ -127,6 +132,7 @@ class MXNormConfig:
     p: int = 2
     correction: str = "gaussian"
     gain: Literal["auto", "fold", "kernel"] = "auto"
+    gradient: Literal["straight_through", "projected", "own"] = "straight_through"
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()

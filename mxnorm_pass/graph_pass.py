@@ -324,6 +324,7 @@ def _rewritten_site(site: Site, applied: Applied) -> SiteReport:
             "kernel": "triton" if why is None else "aten",
             "kernel_reason": why,
             "tensor_scale": applied.tensor_scale,
+            "gradient": applied.gradient,
         },
         also_read_by=site.also_read_by,
     )

@@ -97,6 +97,11 @@ REASONS: dict[str, tuple[str, str]] = {
         "several leading sizes are symbolic and the cast regroups them",
         "mark fewer dimensions as dynamic",
     ),
+    "gradient_form": (
+        "gradient='projected' or 'own' changes what the backward makes of the row's root, and this "
+        "backward was not understood",
+        "train with gradient='straight_through', or report the form of the norm",
+    ),
     "calibration_block": (
         "the calibration file's constant was fitted for another block size",
         "calibrate the model with the casts that it has now",

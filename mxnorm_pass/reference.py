@@ -9,6 +9,7 @@ The method is arXiv 2603.13180. Notation: ``x`` a row of K elements, ``m_k`` the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,6 +57,47 @@ def rstd(
     else:
         square = rms_estimate(x, block_size, int(rms[1:]), correction).square()
     return torch.rsqrt(square + eps)
+
+
+def input_gradient(
+    x: Tensor,
+    u: Tensor,
+    eps: float,
+    rms: str = "p2",
+    block_size: int = 32,
+    gradient: str = "straight_through",
+    correction: float | None = None,
+) -> Tensor:
+    """Gradient towards ``x`` of ``x * rho``, from what reaches it: float64 ``[..., K]``.
+
+    ``straight_through`` is RMSNorm's formula with the estimate's rho (the paper's); ``projected``
+    is RMSNorm's own gradient times the estimate's rho over the true one; ``own`` goes through the
+    estimate, and equal maxima of a block share.
+
+    Args:
+        x: rows ``[..., K]``.
+        u: gradient of ``x * rho``, the same shape.
+        eps: in units of ``x`` squared.
+        rms: ``p1``, ``p2`` or ``exact``, with which all three are one.
+        block_size: elements per block.
+        gradient: which.
+        correction: c(p, block_size); by default the constant of Gaussian rows.
+    """
+    rho = rstd(x, eps, rms, block_size, correction).double()
+    x, u = x.detach().double(), u.double()
+    along = (x * u).mean(-1, keepdim=True)
+    if rms != "exact" and gradient == "projected":
+        return rho * (u - x * along / (x.square().mean(-1, keepdim=True) + eps))
+    if rms != "exact" and gradient == "own":
+        p = int(rms[1:])
+        c = gaussian_correction(p, block_size) if correction is None else correction
+        with torch.enable_grad():
+            row = x.requires_grad_()
+            absmax = row.unflatten(-1, (-1, block_size)).abs().amax(-1)
+            square = (c * absmax.pow(p).mean(-1, keepdim=True).pow(1 / p)).square()
+            (found,) = torch.autograd.grad(row * torch.rsqrt(square + eps), row, u)
+        return found
+    return rho * u - x * rho.pow(3) * along
 
 
 def normalise(
@@ -282,7 +324,7 @@ def fake_quantize(y: Tensor, cast: Cast = DEFAULT_CAST) -> Tensor:
 
 
 class _MXNormLinear(torch.autograd.Function):
-    """The straight-through contract, stated once.
+    """The contract of training, stated once.
 
     Forward: ``cast(x * rho) @ cast(W * g)^T`` (folded) or ``cast(x * rho * g) @ cast(W)^T``.
     Backward: what autograd makes of RMSNorm -> MX linear, with rho in the place of the true
@@ -290,7 +332,7 @@ class _MXNormLinear(torch.autograd.Function):
 
         dy     = cast(dout) @ cast(W along N)           # W without the gain
         u      = g * dy
-        dx     = rho * u - x * rho^3 * mean(x * u)
+        dx     = rho * u - x * rho^3 * mean(x * u)     # straight through; see input_gradient
         dgamma = sum over tokens of dy * (x * rho)
         dW     = cast(dout along tokens)^T @ cast(y along tokens),  y = x * rho * g
     """
@@ -305,9 +347,10 @@ class _MXNormLinear(torch.autograd.Function):
         fold: bool,
         norm_dtype: torch.dtype,
         cast: Cast,
+        towards_x: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
         ctx.save_for_backward(x, gain, weight, rho)
-        ctx.norm_dtype, ctx.cast = norm_dtype, cast
+        ctx.norm_dtype, ctx.cast, ctx.towards_x = norm_dtype, cast, towards_x
         if fold:
             activation = fake_quantize(x.float() * rho, cast).to(x.dtype)
             operand = fake_quantize(weight.float() * gain.float(), cast).to(weight.dtype)
@@ -329,10 +372,9 @@ class _MXNormLinear(torch.autograd.Function):
         dweight = dout_along_tokens @ y_along_tokens.T
 
         x32, dy32 = x.float(), dy.float()
-        u = dy32 * gain.float()
-        dx = rho * u - x32 * rho.pow(3) * (x32 * u).mean(-1, keepdim=True)
+        dx = ctx.towards_x(x, dy32 * gain.float())
         dgain = (dy32 * (x32 * rho)).reshape(-1, x.shape[-1]).sum(0)
-        return dx.to(x.dtype), dgain.to(gain.dtype), dweight, None, None, None, None
+        return dx.to(x.dtype), dgain.to(gain.dtype), dweight, *[None] * 5
 
 
 class MXNorm(nn.Module):
@@ -374,6 +416,7 @@ class MXNormLinear(nn.Module):
         norm_dtype: what ``x * rho`` is rounded to before the gain, where the gain is in the row,
             and for dW: bfloat16 for transformers' Llama, float32 for torch's RMSNorm.
         cast: the microscaling cast of every operand.
+        gradient: of the estimate, see :func:`input_gradient`.
     """
 
     def __init__(
@@ -385,8 +428,10 @@ class MXNormLinear(nn.Module):
         fold: bool = True,
         norm_dtype: torch.dtype = torch.float32,
         cast: Cast = DEFAULT_CAST,
+        gradient: str = "straight_through",
     ) -> None:
         super().__init__()
+        self.gradient = gradient
         self.gain, self.weight = nn.Parameter(gain), nn.Parameter(weight)
         self.eps, self.rms, self.fold, self.norm_dtype, self.cast = eps, rms, fold, norm_dtype, cast
 
@@ -394,6 +439,10 @@ class MXNormLinear(nn.Module):
         """``[..., K]`` in, ``[..., N]`` out, dtype of ``x``; K and tokens multiples of 32."""
         rho = rstd(x.detach(), self.eps, self.rms, self.cast.block_size)
         out: Tensor = _MXNormLinear.apply(  # type: ignore[no-untyped-call]
-            x, self.gain, self.weight, rho, self.fold, self.norm_dtype, self.cast
+            x, self.gain, self.weight, rho, self.fold, self.norm_dtype, self.cast, self._towards_x
         )
         return out
+
+    def _towards_x(self, x: Tensor, u: Tensor) -> Tensor:
+        block = self.cast.block_size
+        return input_gradient(x, u, self.eps, self.rms, block, self.gradient)

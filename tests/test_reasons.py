@@ -235,7 +235,7 @@ def test_dynamic_shape() -> None:
 
 
 def test_every_code_is_here() -> None:
-    # sharded_row: tests/test_sharded.py.
-    elsewhere = {"collective_between", "dynamic_shape", "sharded_row"}
+    # sharded_row: tests/test_sharded.py; gradient_form: tests/test_gradient.py.
+    elsewhere = {"collective_between", "dynamic_shape", "gradient_form", "sharded_row"}
     chosen = {f.__name__.removesuffix("_outside") for f in CHOICES}
     assert {*GRAPHS, *chosen, *elsewhere} == set(REASONS)

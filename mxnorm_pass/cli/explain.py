@@ -52,6 +52,7 @@ def _options(args: argparse.Namespace) -> MXNormConfig:
         "rms": args.rms,
         "p": args.p,
         "gain": args.gain,
+        "gradient": args.gradient,
         "tensor_scale": args.tensor_scale,
         "correction": args.correction,
     }

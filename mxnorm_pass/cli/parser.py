@@ -116,6 +116,9 @@ def _explain(commands: Any) -> None:
     options.add_argument("--rms", default="mx", help="mx or exact")
     options.add_argument("--p", type=int, default=2, help="1 or 2")
     options.add_argument("--gain", default="auto", help="auto, fold or kernel")
+    options.add_argument(
+        "--gradient", default="straight_through", help="straight_through, projected or own"
+    )
     options.add_argument("--tensor-scale", default="dynamic", help="NVFP4's: dynamic or bound")
     options.add_argument("--correction", default="gaussian", help="gaussian or a calibration file")
     for name, what in (

@@ -28,6 +28,7 @@ from mxnorm_pass.rewrite.edit import (
     view,
 )
 from mxnorm_pass.rewrite.fold import fold_gain
+from mxnorm_pass.rewrite.gradient import change_gradient
 from mxnorm_pass.rewrite.moves import Moved, leave_to_backward
 from mxnorm_pass.theory import correction as gaussian_correction
 
@@ -47,6 +48,8 @@ class Applied:
     rounding: str
     tensor_scale: str
     """NVFP4's per-tensor scale: ``static``, ``dynamic``, ``bound`` or ``none``."""
+    gradient: str
+    """Of the estimate: ``straight_through``, ``projected`` or ``own``; else ``none``."""
 
 
 def rewrite_site(
@@ -133,11 +136,14 @@ def rewrite_site(
         assert site.weights is not None and norm.gain is not None
         for weight in site.weights:
             fold_gain(edit, weight, norm.gain)
+    gradient = "none" if rms == "exact" or not training else config.gradient
+    if gradient in ("projected", "own"):
+        change_gradient(edit, norm, rstd, gradient, rms, constant, site.cast.block_size)
     if norm.fused:
         _replace_fused(edit, norm, rstd)
     else:
         _cut_over(edit, root, rstd)
-    return Applied(op, gain_at, rms, constant, rounding, scaling)
+    return Applied(op, gain_at, rms, constant, rounding, scaling, gradient)
 
 
 def _tag(root: Node, mean: Node) -> None:

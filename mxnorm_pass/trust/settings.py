@@ -17,7 +17,7 @@ from mxnorm_pass.report import Report
 
 SCHEMA = "mxnorm-settings/1"
 NAME = "mxnorm.json"
-_OPTIONS = ("rms", "p", "gain", "include", "exclude", "exact", "off", "tensor_scale")
+_OPTIONS = ("rms", "p", "gain", "gradient", "include", "exclude", "exact", "off", "tensor_scale")
 """Options that say which numbers come out; the others say how a compile goes."""
 
 
@@ -213,6 +213,8 @@ def load_settings(where: str | Path) -> Settings:
     for name, kind in kinds.items():
         if not isinstance(content.get(name), kind):
             raise SettingsError(f"{path}: {name!r} is missing, or no {kind.__name__}")
+    # Written before there was a choice.
+    content["options"].setdefault("gradient", "straight_through")
     unknown = sorted(content["options"].keys() ^ set(_OPTIONS))
     if unknown:
         raise SettingsError(
