@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,13 +25,16 @@ from trainlib.claims import (
     H200_CLOCK,
     REPORTED,
     Sources,
+    anchor,
     compare,
+    number,
     prediction,
     rows,
 )
 from trainlib.figures import main_rate
-from trainlib.results import Difference, paired
-from trainlib.words import TITLES, said, table
+from trainlib.gradients import on_the_seeds_of
+from trainlib.results import FEWEST, Difference, paired
+from trainlib.words import TITLES, listed, said, table
 
 DOCS = Path(__file__).parents[1] / "docs"
 EPS = 1e-5
@@ -71,10 +73,13 @@ def seen(s: Sources) -> str:
     curves = folder.at(main_rate(folder))
     gap, exact, own = (paired(curves, variant) for variant in ("p2", "exact", "p2-own"))
     text = f"{told}Ours, p = 2 minus RMSNorm: {said(gap)}."
-    if gap.values and math.isfinite(gap.mean):
-        within = abs(gap.mean - (two - plain)) <= gap.half_width
-        text += f" Against the report, which lies {'within' if within else 'outside'} the "
-        text += f"interval: {compare(gap, two - plain)}."
+    if len(gap.values) >= FEWEST and math.isfinite(gap.mean):
+        inside = ["the reported difference"] * (abs(gap.mean - (two - plain)) <= gap.half_width)
+        inside += ["zero"] * (not gap.excludes_zero)
+        text = (
+            f"{told}Ours, p = 2 minus RMSNorm: {number(gap)}; the interval holds "
+            f"{listed(inside or ['neither'])}: {compare(gap, two - plain)}."
+        )
     earlier = s.train.get("125m-tables")
     if earlier is not None:
         both = (*gap.values, *paired(earlier.at(main_rate(earlier)), "p2").values)
@@ -86,12 +91,9 @@ def seen(s: Sources) -> str:
             " The estimate with its own gradient in the place of the straight-through one, minus "
             f"RMSNorm: {said(own)}."
         )
+        alike = on_the_seeds_of(curves, "p2-own")
+        text += "" if alike is None else f" On the same seeds p = 2: {alike}."
     return f"{text} The gradient's part: [pre-training](train.md#{anchor(TITLES['15m'])})."
-
-
-def anchor(title: str) -> str:
-    """Of a heading, as GitHub and MkDocs make it."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def arithmetic(s: Sources) -> list[str]:

@@ -180,19 +180,23 @@ def test_paired_runs(tmp_path: Path) -> None:
     out = tmp_path / "out"
     argv = ["run", "--size", "tiny", "--inner", "eager", "--device", "cpu"]
     argv += ["--corpus", str(tmp_path / "corpus.npz"), "--out", str(out), "--rates", "1e-2"]
-    argv += ["--variants", "rmsnorm", "exact", "p2", "--seeds", "0", "1"]
+    argv += ["--variants", "rmsnorm", "exact", "p2", "p2-pass-own", "--seeds", "0", "1"]
     assert train.main([*argv, "--tokens", "1024", "--batch", "2", "--seq", "32"]) == 0
     about, curves = logs.load(out)
     assert about["corpus"]["tokens"] == corpus.VALIDATION + 30_000
     found = {(c.variant, c.seed): c for c in curves}
     assert {c.sites for c in curves if c.variant != "rmsnorm"} == {2}
     for seed in (0, 1):
-        plain, exact, p2 = (found[v, seed].loss for v in ("rmsnorm", "exact", "p2"))
+        plain, exact, p2, own = (
+            found[v, seed].loss for v in ("rmsnorm", "exact", "p2", "p2-pass-own")
+        )
         assert exact == plain
+        # Another gradient of the same function.
+        assert own[0] == p2[0] and own[1:] != p2[1:] and own == pytest.approx(plain, rel=0.02)
         assert p2 != plain and p2 == pytest.approx(plain, rel=0.02)
         assert plain[-1] < plain[0] - 0.4
     assert found["rmsnorm", 0].loss[0] != found["rmsnorm", 1].loss[0]
     text = "\n".join(results.table(about, curves))
     assert "| exact | 0.01 | 2 |" in text and "+0.0000 (2 pairs), undecided" in text
     rows = json.loads((out / "runs.json").read_text())["runs"]
-    assert len(rows) == 6 and len(found["p2", 0].norms) == 4
+    assert len(rows) == 8 and len(found["p2", 0].norms) == 4

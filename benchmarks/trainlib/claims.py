@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from kernellib.sass import seconds
 from theorylib.figures import pick, read_csv
 
 from mxnorm_pass import theory
-from trainlib import runs
+from trainlib import gradients, runs
 from trainlib.figures import label, main_rate
 from trainlib.inputs import BadInput, read_json
 from trainlib.loop import SIZES
-from trainlib.results import FEWEST, Difference, paired
-from trainlib.words import CHINCHILLA, signed
+from trainlib.results import FEWEST, Difference, held_out, paired
+from trainlib.words import CHINCHILLA, TITLES, signed
 
 # The abstract of arXiv 2603.13180 (A), and figures that others report from the paper and that were
 # not checked against it (R).
@@ -176,15 +177,25 @@ def losses(s: Sources, size: str, name: str) -> list[Row]:
         if folder is None:
             ours, same, why = "not measured", "–", f"no runs in `docs/data/train/{name}`"
         else:
-            gap, text = paired(folder.at(main_rate(folder)), variant), "other text"
+            curves, text = folder.at(main_rate(folder)), "other text"
+            gap, held = paired(curves, variant), held_out(curves, variant)
             earlier = s.train.get(f"{name}-tables")
             if not gap.values and earlier is not None:
                 gap = paired(earlier.at(main_rate(earlier)), variant)
                 text = "other text (the earlier one)"
             ours, same = number(gap), compare(gap, value - plain)
-            why = f"{tokens(folder)}, {text}: of sign and size see below"
+            if held.values and folder.has_held_out and math.isfinite(held.mean):
+                ours += f"; held out {signed(held.mean)}"
+            why = f"{tokens(folder)}, {text}"
+            if share(folder) < EARLY:
+                why += "; so few steps decide no sign"
         rows.append((claim, told, ours, same, why, "[train.py](../benchmarks/train.py)"))
     return rows
+
+
+def anchor(title: str) -> str:
+    """Of a heading, as GitHub and MkDocs make it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def narrow(s: Sources) -> Row:
@@ -202,21 +213,29 @@ def narrow(s: Sources) -> Row:
         if v not in ("rmsnorm", "p2") and (gap := paired(folder.at(rate), v)).values
     ]
     sd = theory.error_sd(2, 32, SIZES[folder.plan["size"]].dim)
-    return (
-        claim,
-        told,
-        f"{number(paired(folder.at(rate), 'p2'))}, at a peak rate of {rate:g}",
-        "–",
-        f"so narrow a Gaussian row's estimate is off by {sd:.1%}; beside it "
-        f"{'; '.join(others) or 'nothing'}",
-        script,
-    )
+    ours = f"{number(paired(folder.at(rate), 'p2'))}, at a peak rate of {rate:g}"
+    curves = folder.at(rate)
+    why = f"a Gaussian row's estimate is off by {sd:.1%}"
+    saved, left = paired(curves, "p2-projected", "p2"), paired(curves, "p2-projected")
+    if gradients.explains(curves, "p2-projected") and abs(left.mean) < abs(saved.mean):
+        link = f"[pre-training](train.md#{anchor(TITLES['15m'])})"
+        why = f"of the gradient more than of the estimate: {link}; {why}"
+    return (claim, told, "; ".join([ours, *others]), "–", why, script)
+
+
+EARLY = 1e-3  # of Chinchilla's tokens: runs of fewer are their first steps
+
+
+def share(folder: runs.Folder) -> float:
+    """Tokens of a run over those that Chinchilla gives its model; NaN where it is not known."""
+    count = folder.parameters
+    return math.nan if count is None else folder.tokens / count / CHINCHILLA
 
 
 def tokens(folder: runs.Folder) -> str:
-    count = folder.parameters
-    share = "" if count is None else f", {folder.tokens / count / CHINCHILLA:.2%} of Chinchilla's"
-    return f"{folder.tokens / 1e6:.1f}M tokens a run{share}"
+    of = share(folder)
+    beside = f", {of:.2%} of Chinchilla's" if math.isfinite(of) else ""
+    return f"{folder.tokens / 1e6:.1f}M tokens a run{beside}"
 
 
 def eight() -> Row:
@@ -262,9 +281,18 @@ def stability(s: Sources) -> Row:
         )
         rate = {v: math.inf if r is None else r for v, r in first.items()}
         same = "–"
+        if min(rate.values()) == math.inf:
+            ours = f"at 15M none of {', '.join(map(label, first))} diverged"
         if {"p1", "p2"} <= rate.keys():
             order = (rate["p1"] > rate["p2"]) - (rate["p1"] < rate["p2"])
-            same = {-1: "p = 1 diverges earlier", 0: "not seen at 15M", 1: "no: p = 2 does"}[order]
+            none = f"not tested: nothing diverged up to {folder.rates[-1]:g}"
+            same = (
+                none
+                if min(rate.values()) == math.inf
+                else {-1: "p = 1 diverges earlier", 0: "not seen at 15M", 1: "no: p = 2 does"}[
+                    order
+                ]
+            )
     return (claim, told, ours, same, why, "[train.py](../benchmarks/train.py)")
 
 
@@ -299,7 +327,6 @@ def kernel(s: Sources) -> list[Row]:
     }
     chip = s.kernels.result["machine"]["device"]
     alone = inductor[SHAPE]
-    near = "the same" if max(large[False]) >= REPORTED["kernel"] else "less"
     by = "that size" if alone >= REPORTED["kernel"] else "less"
     claim = f"Kernel up to {REPORTED['kernel']}x over torch.compile's RMSNorm"
     first = (
@@ -308,7 +335,8 @@ def kernel(s: Sources) -> list[Row]:
         f"by torch.compile alone {alone:.2f}x at 16384 x 4096; our kernel {folded[SHAPE]:.2f}x, "
         f"from 16384 rows on {min(large[False]):.2f} to {max(large[False]):.2f}, with residual "
         f"{min(large[True]):.2f} to {max(large[True]):.2f}; {chip}",
-        f"{by} by torch.compile alone, {near} by our kernel",
+        f"{by} by torch.compile alone; up to {max(large[False]):.2f}x by our kernel, on another "
+        "chip",
         f"fusion makes it, not the estimate: with the true RMS our kernel has {exact[SHAPE]:.2f}x",
         "[kernels.py](../benchmarks/kernels.py)",
     )

@@ -6,29 +6,36 @@ folder that is missing leaves a line in the place of its section.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import reproduce
 
-from trainlib import corpus, figures, results
+from trainlib import corpus, figures, gradients, results
 from trainlib.figures import main_rate
 from trainlib.inputs import BadInput
-from trainlib.results import Difference, final, paired
-from trainlib.runs import Folder, diverged, join, pool, read
+from trainlib.loop import MODULES, Curve
+from trainlib.results import Difference, compared, final, of_images, paired
+from trainlib.runs import Folder, join, pool, read
 from trainlib.words import (
     CHINCHILLA,
     TITLES,
     Lines,
     accuracies,
     by_rate,
+    every_run,
+    floor,
     gaps,
+    in_table,
+    later,
     listed,
     machines,
     other_gaps,
     outliers,
     said,
     seeds,
+    seeds_of,
     signed,
     size_of,
     spikes,
@@ -48,7 +55,16 @@ def shown(name: str, found: dict[str, Folder]) -> Folder:
     folder, rates = found[name], found.get("15m-rates")
     if name == "15m":
         return pool(folder, rates, found.get("15m-open"))
-    return join(folder, rates) if name == "15m-open" else folder
+    if name == "15m-open":
+        both = join(folder, rates)
+        kept = [c for c in both.curves if c.variant in ("rmsnorm", "p2", *MODULES)]
+        return Folder(folder.path, folder.about, kept)
+    return folder
+
+
+def tabled(folder: Folder) -> Lines:
+    """Losses by variant; their differences stand in front of it."""
+    return results.table(folder.about, folder.curves, gaps=False)[2:]
 
 
 # --- sections -------------------------------------------------------------------------------------
@@ -110,13 +126,14 @@ def main_runs(folder: Folder, found: dict[str, Folder]) -> Lines:
         "",
         *gaps(folder, "tokens"),
         *other_gaps(folder),
+        *same_seeds(folder),
         *both_texts(folder, found.get("125m-tables")),
         "",
         text("exact"),
         "",
         f"![Loss curves and paired differences](img/train-{folder.name}.svg)",
         "",
-        *results.table(folder.about, folder.curves)[2:],
+        *tabled(folder),
         "",
         f"![Final losses by seed, and gradient norms](img/train-{folder.name}-spread.svg)",
         "",
@@ -138,8 +155,21 @@ def both_texts(folder: Folder, earlier: Folder | None) -> Lines:
     if earlier is None:
         return []
     rate = main_rate(folder)
-    values = [v for f in (folder, earlier) for v in paired(f.at(rate), "p2").values]
-    return [f"- **p = 2 minus RMSNorm, over both texts**: {said(Difference(tuple(values)))}."]
+    both = [f.at(rate) for f in (folder, earlier)]
+    values = [v for curves in both for v in paired(curves, "p2").values]
+    first, second = ({c.seed for c in curves if c.variant == "p2"} for curves in both)
+    again = first & second
+    beside = f"; {seeds_of(again)} {'is' if len(again) == 1 else 'are'} in both" if again else ""
+    return [
+        f"- **p = 2 minus RMSNorm, over both texts**: {said(Difference(tuple(values)))}. It "
+        f"takes one difference for both texts{beside}."
+    ]
+
+
+def same_seeds(folder: Folder) -> Lines:
+    gap = gradients.on_the_seeds_of(folder.at(main_rate(folder)), "p2-own")
+    which = f"the seeds of {figures.label('p2-own')}"
+    return [] if gap is None else [f"- **p = 2 minus RMSNorm, on {which}**: {said(gap)}."]
 
 
 def earlier_text(folder: Folder, found: dict[str, Folder]) -> Lines:
@@ -151,39 +181,39 @@ def earlier_text(folder: Folder, found: dict[str, Folder]) -> Lines:
         "",
         f"![Loss curves and paired differences](img/train-{folder.name}.svg)",
         "",
-        *results.table(folder.about, folder.curves)[2:],
+        *tabled(folder),
     ]
 
 
 def cause(folder: Folder, found: dict[str, Folder]) -> Lines:
     """Same estimate, other gradients: what each leaves of the difference."""
     rate = main_rate(folder)
-    lines = [f"{seeds(folder).capitalize()} at a peak rate of {rate:g}. {text('cause')}", ""]
-    lines += [*gaps(folder, "tokens"), *other_gaps(folder), ""]
     curves = folder.at(rate)
-    whole = paired(curves, "p2")
-    for kind in ("projected", "own"):
-        left, saved = paired(curves, f"p2-{kind}"), paired(curves, f"p2-{kind}", "p2")
-        if whole.excludes_zero and saved.excludes_zero and whole.mean * saved.mean < 0:
-            rest = f"{signed(left.mean)} is left" if left.excludes_zero else "none is seen"
-            side = "below" if saved.mean < 0 else "above"
-            lines += [
-                f"With the estimate as before in the forward pass, the *{kind}* gradient ends "
-                f"{abs(saved.mean):.4f} nats {side} p = 2, which is {signed(whole.mean)} from "
-                f"RMSNorm: of a difference from RMSNorm {rest}.",
-                "",
-            ]
-    lines += [f"![Losses and paired differences](img/train-{folder.name}.svg)", ""]
-    return [*lines, *results.table(folder.about, curves)[2:]]
+    open_ones = shown("15m-open", found) if "15m-open" in found else None
+    return [
+        f"{seeds(folder).capitalize()} at a peak rate of {rate:g}. {text('cause')}",
+        "",
+        *gaps(folder, "tokens"),
+        *other_gaps(folder),
+        "",
+        *gradients.what_is_left(curves),
+        *gradients.without_pooled(folder, found[folder.name], found),
+        *gradients.route(rate, found, open_ones),
+        *gradients.rows_seen(folder, rate),
+        f"![Losses and paired differences](img/train-{folder.name}.svg)",
+        "",
+        *tabled(folder),
+    ]
 
 
 def sweep(folder: Folder, found: dict[str, Folder]) -> Lines:
     lines = [text("rates"), "", *by_rate(folder), ""]
-    lines += [f"At {main_rate(folder):g}:", "", *gaps(folder, "tokens"), ""]
+    if not in_table(folder):
+        lines += [f"At {main_rate(folder):g}:", "", *gaps(folder, "tokens"), ""]
     if len(folder.rates) > 1:
         lines += [f"![Final loss against the learning rate](img/train-{folder.name}.svg)"]
     else:
-        lines += [*results.table(folder.about, folder.curves)[2:], ""]
+        lines += [*tabled(folder), ""]
         lines += [f"![Losses and paired differences](img/train-{folder.name}.svg)"]
     return lines
 
@@ -195,14 +225,18 @@ def first_steps(folder: Folder, found: dict[str, Folder]) -> Lines:
         "",
         *gaps(folder, "tokens"),
         "",
+        later(folder),
+        "",
         f"![The first steps at 1B](img/train-{folder.name}.svg)",
         "",
-        *results.table(folder.about, folder.curves)[2:],
+        *tabled(folder),
     ]
 
 
 def open_questions(folder: Folder, found: dict[str, Folder]) -> Lines:
-    lines = [text("open"), "", *gaps(folder, "tokens"), ""]
+    lines = [*gradients.constants(folder), text("open"), ""]
+    if not in_table(folder):
+        lines += [*gaps(folder, "tokens"), ""]
     lines += [f"![Losses and paired differences](img/train-{folder.name}.svg)"]
     if len(folder.rates) > 1:
         lines += ["", *by_rate(folder), ""]
@@ -212,9 +246,10 @@ def open_questions(folder: Folder, found: dict[str, Folder]) -> Lines:
 
 def example(folder: Folder, found: dict[str, Folder]) -> Lines:
     lines = [text(folder.name), ""] if folder.name in ("moe", "vit") else []
+    lines += [floor(folder), ""] * of_images(folder.about)
     lines += [*gaps(folder, "data"), ""]
     lines += [f"![Losses and paired differences](img/train-{folder.name}.svg)", ""]
-    lines += results.table(folder.about, folder.curves)[2:]
+    lines += tabled(folder)
     rows = accuracies(folder)
     if rows:
         head = ["variant", "seeds", "accuracy", "minus RMSNorm, points (95%)"]
@@ -234,62 +269,44 @@ SECTIONS: dict[str, Callable[[Folder, dict[str, Folder]], Lines]] = {
 }
 
 
-def every_run(found: dict[str, Folder]) -> Lines:
-    lines: Lines = []
-    for name, folder in found.items():
-        rows = [
-            [
-                c.variant,
-                str(c.seed),
-                f"{c.rate:g}",
-                str(len(c.loss)),
-                f"{final(c):.4f}" + (", diverged" if diverged(c) else ""),
-                f"{c.validation:.4f}",
-                str(results.spikes(c)),
-                str(c.sites),
-                f"{c.seconds:.1f}",
-            ]
-            for v in folder.variants
-            for c in folder.of(v)
-        ]
-        head = ["variant", "seed", "rate", "steps", "final loss", "validation", "spikes"]
-        head += ["rewritten sites of a block", "seconds"]
-        links = ", ".join(
-            f"[{file}](data/train/{name}/{file})"
-            for file in ("curves.csv", "norms.csv", "runs.json")
-        )
-        lines += [f"### {name}", "", f"{machines([folder])}. {links}.", ""]
-        lines += [*(f"    {command}" for command in folder.commands()), ""]
-        if folder.missing and "command" not in folder.about:
-            lines += [f"It also makes {left(folder)}, which are not among these.", ""]
-        lines += ["<details markdown>", f"<summary>{len(rows)} runs</summary>", ""]
-        lines += [*table(head, rows), "", "</details>", ""]
-    return lines
+def by_section(found: dict[str, Folder]) -> list[str]:
+    """Folders as the page has them."""
+    return [name for name in dict.fromkeys([*SECTIONS, *found]) if name in found]
 
 
-def left(folder: Folder) -> str:
-    """Runs that the command makes beside those that are there, in words."""
-    some: dict[tuple[str, float], list[str]] = {}
-    for variant, seed, rate in folder.missing:
-        some.setdefault((variant, rate), []).append(str(seed))
-    return listed(
-        [
-            f"`{variant}` of seed{'s' * (len(of) > 1)} {listed(of)} at {rate:g}"
-            for (variant, rate), of in some.items()
-        ]
-    )
+def pairs(curves: Sequence[Curve]) -> set[tuple[int, float, float]]:
+    """What tells pairs of p = 2 and RMSNorm apart, wherever they are from."""
+    ends = {(c.variant, c.seed, c.rate): final(c) for c in curves}
+    return {
+        (seed, end, ends["rmsnorm", seed, rate])
+        for (variant, seed, rate), end in ends.items()
+        if variant == "p2" and ("rmsnorm", seed, rate) in ends
+    }
 
 
 def in_short(found: dict[str, Folder]) -> Lines:
-    """What p = 2 costs in every folder, a line each, and what is not measured."""
-    lines = []
-    for name in found:
+    """What p = 2 costs, each pair in one line alone, and what is not measured."""
+    lines: Lines = []
+    seen: set[tuple[int, float, float]] = set()
+    for name in by_section(found):
         folder = shown(name, found)
-        rate = main_rate(folder)
-        gap = paired(folder.at(rate), "p2")
-        if gap.values:
-            title = TITLES.get(name, name)
-            lines.append(f"- {title}, peak rate {rate:g}: p = 2 minus RMSNorm {said(gap)}.")
+        rate, title = main_rate(folder), TITLES.get(name, name)
+        gap = {r: compared(folder.about, folder.at(r), "p2") for r in folder.rates}
+        new = {r: not pairs(folder.at(r)) <= seen for r in folder.rates}
+        of = " on held-out images" if of_images(folder.about) else ""
+        if new[rate]:
+            lines.append(
+                f"- {title}, peak rate {rate:g}: p = 2 minus RMSNorm{of} {said(gap[rate])}."
+            )
+        rest = [r for r in folder.rates if new[r] and r != rate]
+        if rest and all(math.isfinite(gap[r].mean) and len(gap[r].values) == 1 for r in rest):
+            some = listed([f"{signed(gap[r].mean)} at {r:g}" for r in rest])
+            others = f"{some}, one pair each: undecided"
+        else:
+            others = "; ".join(f"at {r:g} {gap[r]}" for r in rest)
+        if others:
+            lines.append(f"- {title}, other peak rates: p = 2 minus RMSNorm{of} {others}.")
+        seen |= pairs(folder.curves)
     without = [title for name, title in TITLES.items() if name not in found]
     return [*lines, *([f"- Not measured: {'; '.join(without)}."] if without else [])]
 

@@ -10,7 +10,7 @@ from io import StringIO
 from typing import Any
 
 from trainlib import results
-from trainlib.results import final
+from trainlib.results import FEWEST, final, paired
 from trainlib.runs import Folder, band, diverged, over_depth, smooth, thin, window
 
 LABELS = {
@@ -74,33 +74,49 @@ def main_rate(folder: Folder) -> float:
     return min(folder.rates, key=lambda rate: (-len(folder.at(rate)), height(rate), rate))
 
 
-def _line(panel: Any, variant: str, series: list[float], width: int, *, named: bool) -> None:
+def _line(panel: Any, variant: str, series: list[float], width: int, name: str | None) -> None:
     """One run: the mean of ``width`` steps at the last of them."""
     values = smooth(series, width)
     kept = thin(len(values))
     panel.plot(
         [len(series) - len(values) + k + 1 for k in kept], values[kept],
         color=colour(variant), linewidth=0.8, alpha=0.8,
-        label=label(variant) if named else None,
+        label=name,
     )  # fmt: skip
 
 
 def _losses(panel: Any, folder: Folder, rate: float) -> None:
     width = window(folder.plan)
     for variant in folder.variants:
+        gap = paired(folder.at(rate), variant)
+        pairs = f" ({gap.pairs})" if gap.values and variant != "rmsnorm" else ""
         for i, curve in enumerate(folder.of(variant, rate)):
-            _line(panel, variant, curve.loss, width, named=i == 0)
+            _line(panel, variant, curve.loss, width, f"{label(variant)}{pairs}" if i == 0 else None)
     # The first steps from the initial loss on would squeeze all others into one line.
     ends = [final(c) for c in folder.at(rate) if not diverged(c)]
     if ends:
         panel.set_ylim(min(ends) - 0.1, max(ends) + 2)
     panel.set(xlabel="step", ylabel=f"loss, nats; mean of {width} steps")
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=8)
 
 
-def _differences(panel: Any, folder: Folder, rate: float) -> None:
-    """Bands over training; of many variants the interval at the end alone, or none can be seen."""
+def _legend(figure: Any, panel: Any, title: str | None, place: str = "lower center") -> None:
+    """Of a panel's lines, outside of all panels: within one it would hide lines."""
+    handles, labels = panel.get_legend_handles_labels()
+    columns = 1 if place.startswith("right") else min(4, max(1, len(labels)))
+    made = figure.legend(
+        handles, labels, loc=f"outside {place}", ncols=columns, fontsize=8, title=title,
+        title_fontsize=8,
+    )  # fmt: skip
+    for line in made.get_lines():
+        line.set(linewidth=1.5, alpha=1)
+
+
+def _differences(panel: Any, folder: Folder, rate: float) -> str:
+    """Bands over training; of many variants the interval at the end alone, or none can be seen.
+
+    What is shown in words. Of fewer pairs than ``FEWEST`` there is no interval.
+    """
     width = window(folder.plan)
     found = {
         v: b
@@ -108,15 +124,18 @@ def _differences(panel: Any, folder: Folder, rate: float) -> None:
         if v != "rmsnorm" and (b := band(folder.at(rate), v, width)) is not None
     }
     seen = [-0.015, 0.015]
+    kind = ""
     for i, (variant, b) in enumerate(found.items()):
-        text = f"{label(variant)} ({b.pairs} {'pair' if b.pairs == 1 else 'pairs'})"
-        panel.plot(b.steps, b.mean, color=colour(variant), linewidth=1, label=text)
-        low = [m - h for m, h in zip(b.mean, b.half, strict=True)]
-        high = [m + h for m, h in zip(b.mean, b.half, strict=True)]
-        if len(found) > FEW and math.isfinite(b.half[-1]):
+        panel.plot(b.steps, b.mean, color=colour(variant), linewidth=1)
+        half = b.half if b.pairs >= FEWEST else [math.nan] * len(b.mean)
+        low = [m - h for m, h in zip(b.mean, half, strict=True)]
+        high = [m + h for m, h in zip(b.mean, half, strict=True)]
+        if math.isfinite(half[-1]) and len(found) > FEW:
+            kind = "right, bars at the end: 95%; "
             at = b.steps[-1] * (1.03 + 0.02 * i)
-            panel.errorbar(at, b.mean[-1], b.half[-1], color=colour(variant), capsize=2)
-        elif b.pairs > 1:
+            panel.errorbar(at, b.mean[-1], half[-1], color=colour(variant), capsize=2)
+        elif math.isfinite(half[-1]):
+            kind = "right, bands: 95%; "
             panel.fill_between(b.steps, low, high, color=colour(variant), alpha=0.2, linewidth=0)
         late = range(len(low) // 4, len(low))
         seen += [v[k] for v in (b.mean, low, high) for k in late if math.isfinite(v[k])]
@@ -129,28 +148,29 @@ def _differences(panel: Any, folder: Folder, rate: float) -> None:
     panel.axhspan(-0.01, 0.01, color="0.85", zorder=0)
     panel.set(xlabel="step", ylabel="minus RMSNorm of the same seed, nats")
     panel.grid(alpha=0.3)
-    if found:
-        kind = "bars: 95% at the end" if len(found) > FEW else "bands: 95%"
-        panel.legend(fontsize=8, title=f"{kind}; grey: ± .01", title_fontsize=8)
+    return f"{kind or 'right, '}grey: ± .01"
 
 
 def _plain_logs(panel: Any) -> None:
     """A logarithmic y axis with numbers as one writes them; between powers where there is room."""
+    from matplotlib.ticker import LogLocator
+
     low, high = panel.get_ylim()
-    room = high / low < 20
+    ratio = high / low
+    between = (1.0, 2.0, 5.0) if ratio > 6 else tuple(range(1, 10))
+    panel.yaxis.set_major_locator(LogLocator(subs=between if ratio < 1e3 else (1.0,)))
     panel.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-    panel.yaxis.set_minor_formatter(lambda y, _: f"{y:g}" if room else "")
-    panel.tick_params(axis="y", which="minor", labelsize=8)
+    panel.yaxis.set_minor_formatter(lambda y, _: "")
 
 
 def curves(folder: Folder) -> Figure:
     """Losses, and paired differences over training."""
 
     def draw(plt: Any) -> Any:
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
         rate = main_rate(folder)
         _losses(left, folder, rate)
-        _differences(right, folder, rate)
+        _legend(figure, left, _differences(right, folder, rate))
         return figure
 
     return draw
@@ -160,30 +180,31 @@ def spread(folder: Folder) -> Figure:
     """Final loss of every seed; gradient norms, spikes marked."""
 
     def draw(plt: Any) -> Any:
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
         rate, width = main_rate(folder), window(folder.plan)
         for i, variant in enumerate(folder.variants):
             found = folder.of(variant, rate)
-            ends = [(c.seed, final(c)) for c in found if not diverged(c)]
-            for seed, end in ends:
-                left.plot(i, end, MARKS[folder.seeds.index(seed) % len(MARKS)],
-                          color=colour(variant), markersize=5, alpha=0.8)  # fmt: skip
-            if len(ends) > 1:
-                values = [end for _, end in ends]
+            values = [final(c) for c in found if not diverged(c)]
+            left.plot(
+                [i] * len(values), values, "o", color=colour(variant), markersize=5, alpha=0.8
+            )
+            if len(values) > 1:
                 left.errorbar(i + 0.2, statistics.fmean(values), statistics.stdev(values),
                               fmt="_", color=colour(variant), capsize=4)  # fmt: skip
             for j, curve in enumerate(found):
-                _line(right, variant, curve.grad_norm, width, named=j == 0)
+                _line(right, variant, curve.grad_norm, width, label(variant) if j == 0 else None)
                 at = results.spike_steps(curve)
                 right.plot(at, [curve.grad_norm[k] for k in at], "x", color=colour(variant),
                            markersize=5)  # fmt: skip
-        left.set_xticks(range(len(folder.variants)), [label(v) for v in folder.variants])
-        left.set(ylabel="final loss, nats; bars: ± sd of seeds", xlim=(-0.5, None))
+        names = [label(v).replace(" (", "\n(") for v in folder.variants]
+        left.set_xticks(range(len(folder.variants)), names)
+        left.set(ylabel="final loss of each seed, nats; bars: ± sd", xlim=(-0.5, None))
         left.tick_params(axis="x", labelsize=8)
         right.set(yscale="log", xlabel="step", ylabel=f"gradient norm, mean of {width} steps")
         for panel in (left, right):
             panel.grid(alpha=0.3)
-        right.legend(fontsize=8, title="x: a spike of the loss", title_fontsize=8)
+        some = any(results.spikes(c) for c in folder.at(rate))
+        _legend(figure, right, "right, x: a spike of the loss" if some else None)
         _plain_logs(right)
         return figure
 
@@ -194,7 +215,7 @@ def rates(folder: Folder) -> Figure:
     """Final loss against the learning rate, a line per variant."""
 
     def draw(plt: Any) -> Any:
-        figure, panel = plt.subplots(figsize=(6.5, 4), layout="constrained")
+        figure, panel = plt.subplots(figsize=(8, 4), layout="constrained")
         good = [final(c) for c in folder.curves if not diverged(c)]
         low, top = (min(good), max(good)) if good else (0.0, 1.0)
         step = 0.05 * max(top - low, 0.02)
@@ -216,7 +237,8 @@ def rates(folder: Folder) -> Figure:
         panel.minorticks_off()
         panel.set_xticks(folder.rates, [f"{r:g}" for r in folder.rates])
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8, title="X at the top: diverged", title_fontsize=8)
+        some = any(diverged(c) for c in folder.curves)
+        _legend(figure, panel, "X at the top: diverged" if some else None, "right upper")
         return figure
 
     return draw
@@ -227,7 +249,7 @@ def norms(folder: Folder) -> Figure:
 
     def draw(plt: Any) -> Any:
         figure, panels = plt.subplots(
-            2, 2, figsize=(9, 6), sharex=True, layout="constrained", squeeze=True
+            2, 2, figsize=(9, 6.3), sharex=True, layout="constrained", squeeze=True
         )
         rate = main_rate(folder)
         for panel, (name, text) in zip(panels.flat, STATISTICS.items(), strict=True):
@@ -244,7 +266,7 @@ def norms(folder: Folder) -> Figure:
                 _plain_logs(panel)
         for panel in panels[1]:
             panel.set_xlabel("norm, in the order of the model")
-        panels[0][0].legend(fontsize=8)
+        _legend(figure, panels[0][0], None)
         return figure
 
     return draw

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ def write_curves(path: Path, curves: Iterable[Curve]) -> None:
                 )
 
 
-def final(curve: Curve) -> float:
-    """Mean loss of the last twentieth; NaN where the run diverged."""
-    tail = curve.loss[-max(1, round(len(curve.loss) * TAIL)) :]
+def final(curve: Curve, share: float = TAIL) -> float:
+    """Mean loss of the last twentieth, or another share; NaN where the run diverged."""
+    tail = curve.loss[-max(1, round(len(curve.loss) * share)) :]
     return statistics.fmean(tail)
 
 
@@ -120,16 +120,36 @@ class Difference:
         return "differs" if self.excludes_zero else "no difference seen"
 
 
-def paired(curves: Sequence[Curve], variant: str, against: str = "rmsnorm") -> Difference:
+def paired(
+    curves: Sequence[Curve],
+    variant: str,
+    against: str = "rmsnorm",
+    of: Callable[[Curve], float] = final,
+) -> Difference:
     """Final losses of ``variant`` minus those of ``against``, of equal seeds and rates."""
-    finals = {(c.variant, c.seed, c.rate): final(c) for c in curves}
+    found = {(c.variant, c.seed, c.rate): of(c) for c in curves}
     return Difference(
         tuple(
-            value - finals[against, seed, rate]
-            for (name, seed, rate), value in sorted(finals.items())
-            if name == variant and (against, seed, rate) in finals
+            value - found[against, seed, rate]
+            for (name, seed, rate), value in sorted(found.items())
+            if name == variant and (against, seed, rate) in found
         )
     )
+
+
+def held_out(curves: Sequence[Curve], variant: str) -> Difference:
+    """The same of losses on held-out data, minus RMSNorm."""
+    return paired(curves, variant, of=lambda c: c.validation)
+
+
+def of_images(about: dict[str, Any]) -> bool:
+    """Whether the runs see few images again and again, so that their training loss tells little."""
+    return "images" in about["corpus"]
+
+
+def compared(about: dict[str, Any], curves: Sequence[Curve], variant: str) -> Difference:
+    """What a variant is judged by, minus RMSNorm: final losses, of images those held out."""
+    return held_out(curves, variant) if of_images(about) else paired(curves, variant)
 
 
 def save(
@@ -187,16 +207,18 @@ def has_held_out(about: dict[str, Any]) -> bool:
     return bool(about["corpus"].get("longest", 0) <= LONGEST)
 
 
-def table(about: dict[str, Any], curves: Sequence[Curve]) -> list[str]:
-    """A Markdown table: per variant and rate the losses, and their paired difference."""
+def table(about: dict[str, Any], curves: Sequence[Curve], gaps: bool = True) -> list[str]:
+    """A Markdown table: per variant and rate the losses, with ``gaps`` their paired difference."""
     plan = about["plan"]
     tokens = plan["steps"] * plan["batch"] * plan["seq"]
+    of = " of held-out images" if of_images(about) else ""
+    head = ["variant", "rate", "seeds", "final loss (± SD of seeds)", "validation"]
+    head += [f"minus RMSNorm{of} (± 95%)"] * gaps + ["spikes", "gradient norm"]
     lines = [
         f"{plan['size']}, {tokens / 1e6:.1f}M tokens a run, {about['machine']['device']}",
         "",
-        "| variant | rate | seeds | final loss (± SD of seeds) | validation "
-        "| minus RMSNorm (± 95%) | spikes | gradient norm |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
     ]
     for variant in in_order(curves):
         for rate in sorted({c.rate for c in curves}):
@@ -205,15 +227,19 @@ def table(about: dict[str, Any], curves: Sequence[Curve]) -> list[str]:
                 continue
             finals = [final(c) for c in some]
             spread = f" ± {deviation(finals):.4f}" if len(finals) > 1 else ""
-            gap = paired([c for c in curves if c.rate == rate], variant)
-            said = "" if variant == "rmsnorm" or not gap.values else str(gap)
+            gap = compared(about, [c for c in curves if c.rate == rate], variant)
+            beside = "" if variant == "rmsnorm" or not gap.values else str(gap)
             norms = [v for c in some for v in c.grad_norm[len(c.grad_norm) // 2 :]]
             # Of the steps before a run diverged, where it did.
             norm = statistics.median([v for v in norms if math.isfinite(v)] or [math.nan])
             held = f"{statistics.fmean(c.validation for c in some):.4f}"
             held = held if has_held_out(about) else "–"
-            lines.append(
-                f"| {variant} | {rate:g} | {len(some)} | {statistics.fmean(finals):.4f}{spread} "
-                f"| {held} | {said} | {sum(map(spikes, some))} | {norm:.3f} |"
-            )
+            cells = [
+                variant,
+                f"{rate:g}",
+                str(len(some)),
+                f"{statistics.fmean(finals):.4f}{spread}",
+            ]
+            cells += [held] + [beside] * gaps + [str(sum(map(spikes, some))), f"{norm:.3f}"]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -18,7 +18,7 @@ from trainlib import logs, results
 from trainlib.inputs import BadInput
 from trainlib.logs import LATER
 from trainlib.loop import SIZES, Curve, Plan
-from trainlib.results import Difference, final
+from trainlib.results import final
 
 RISE = 0.5  # nats above its own lowest twentieth at which a run that ends counts as diverged
 POINTS = 160  # of a line in a figure
@@ -271,18 +271,6 @@ def diverged(curve: Curve) -> bool:
 def first_divergence(folder: Folder, variant: str) -> float | None:
     """The lowest rate at which a run of the variant diverged."""
     return min((c.rate for c in folder.of(variant) if diverged(c)), default=None)
-
-
-def held_out(curves: Sequence[Curve], variant: str, against: str = "rmsnorm") -> Difference:
-    """As :func:`results.paired`, of the losses on held-out tokens."""
-    found = {(c.variant, c.seed, c.rate): c.validation for c in curves}
-    return Difference(
-        tuple(
-            value - found[against, seed, rate]
-            for (name, seed, rate), value in sorted(found.items())
-            if name == variant and (against, seed, rate) in found
-        )
-    )
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from mxnorm_pass import theory
 from trainlib import results
 from trainlib.figures import STATISTICS, label, main_rate
 from trainlib.loop import SIZES, Curve
-from trainlib.results import FEWEST, Difference, final, paired
-from trainlib.runs import RISE, Folder, diverged, first_divergence, held_out, over_depth
+from trainlib.results import FEWEST, Difference, final, held_out, of_images, paired
+from trainlib.runs import RISE, Folder, diverged, first_divergence, over_depth
 
 CHINCHILLA = 20  # tokens a parameter, arXiv 2203.15556
 HERE = Path(__file__).parent
@@ -49,8 +49,13 @@ def listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
+def seeds_of(there: Iterable[int]) -> str:
+    some = sorted(there)
+    return f"seed{'s' * (len(some) > 1)} {listed([str(s) for s in some])}"
+
+
 def seeds(folder: Folder) -> str:
-    return f"seed{'s' * (len(folder.seeds) > 1)} {listed([str(s) for s in folder.seeds])}"
+    return seeds_of(folder.seeds)
 
 
 def signed(value: float, digits: int = 4) -> str:
@@ -75,7 +80,7 @@ def said(gap: Difference) -> str:
         )
     zero = "excludes" if gap.excludes_zero else "holds"
     verdict = {
-        "undecided": f"undecided, as the half-width is over .01; the interval {zero} zero",
+        "undecided": f"undecided, the interval {zero} zero",
         "no difference seen": "no difference seen, the interval holds zero",
         "differs": "a difference, the interval excludes zero",
     }[gap.verdict]
@@ -91,6 +96,9 @@ def gaps(folder: Folder, also: str = "") -> Lines:
         if variant == "rmsnorm" or not gap.values:
             continue
         held = held_out(folder.at(rate), variant)
+        if of_images(folder.about):
+            lines.append(f"- **{label(variant)} minus RMSNorm, on held-out images**: {said(held)}.")
+            continue
         sign = "" if len(held.values) < FEWEST else f" ± {held.half_width:.4f}"
         known = also and folder.has_held_out and math.isfinite(gap.mean + held.mean)
         beside = f" On held-out {also}: {signed(held.mean)}{sign}." if known else ""
@@ -104,6 +112,10 @@ OTHER_PAIRS = (
     ("p1", "p2"),
     ("p2-own", "p2"),
     ("p2-projected", "p2"),
+    ("p2-own", "p2-projected"),
+    ("p2-straight", "p2"),
+    ("p2-pass-own", "p2-own"),
+    ("p2-pass-projected", "p2-projected"),
 )
 
 
@@ -230,6 +242,47 @@ def mean_final(curves: Sequence[Curve]) -> float:
     return statistics.fmean(good) if good else math.nan
 
 
+def in_table(folder: Folder) -> bool:
+    """Whether :func:`by_rate` says all that there is of differences at the main rate."""
+    curves = folder.at(main_rate(folder))
+    most = max(
+        (len(paired(curves, v).values) for v in folder.variants if v != "rmsnorm"), default=0
+    )
+    return len(folder.rates) > 1 and most < 2
+
+
+def later(folder: Folder, shares: Sequence[float] = (0.1, 0.2, 0.5)) -> str:
+    """Differences over longer ends of the runs, in words."""
+    curves = folder.at(main_rate(folder))
+    parts = []
+    for variant in folder.variants:
+        gaps = [
+            paired(curves, variant, of=lambda c, share=share: final(c, share)) for share in shares
+        ]
+        if variant != "rmsnorm" and all(g.values and math.isfinite(g.mean) for g in gaps):
+            parts.append(f"{label(variant)} {listed([signed(g.mean) for g in gaps])}")
+    if not parts:
+        return ""
+    ends = listed([f"{share:.0%}" for share in shares])
+    return f"Over the last {ends} of the steps, minus RMSNorm: {'; '.join(parts)}."
+
+
+def floor(folder: Folder) -> str:
+    """Why images are judged by those held out, and what an interval without zero is worth."""
+    ends = [final(c) for c in folder.at(main_rate(folder)) if not diverged(c)]
+    told = ""
+    if ends:
+        told = f"Training losses end at {math.ceil(1e4 * max(ends)) / 1e4:.4f} nats or less: "
+    told += "differences are those of held-out images"
+    exact = held_out(folder.at(main_rate(folder)), "exact")
+    if exact.excludes_zero:
+        told += (
+            ". The interval of `exact`, which computes RMSNorm's own function, excludes zero: of "
+            "intervals at 95% one in twenty does by chance"
+        )
+    return f"{told}."
+
+
 def accuracies(folder: Folder) -> list[list[str]]:
     """By variant, percent; paired differences in points. Empty where runs have none."""
     rate = main_rate(folder)
@@ -251,3 +304,49 @@ def accuracies(folder: Folder) -> list[list[str]]:
         mean = f"{statistics.fmean(mine.values()):.2f}%"
         rows.append([label(variant), str(len(mine)), mean + spread, beside])
     return rows
+
+
+def every_run(found: dict[str, Folder]) -> Lines:
+    lines: Lines = []
+    for name, folder in found.items():
+        rows = [
+            [
+                c.variant,
+                str(c.seed),
+                f"{c.rate:g}",
+                str(len(c.loss)),
+                f"{final(c):.4f}" + (", diverged" if diverged(c) else ""),
+                f"{c.validation:.4f}" if folder.has_held_out else "–",
+                str(results.spikes(c)),
+                str(c.sites),
+                f"{c.seconds:.1f}",
+            ]
+            for v in folder.variants
+            for c in folder.of(v)
+        ]
+        head = ["variant", "seed", "rate", "steps", "final loss", "validation", "spikes"]
+        head += ["rewritten sites of a block", "seconds"]
+        links = ", ".join(
+            f"[{file}](data/train/{name}/{file})"
+            for file in ("curves.csv", "norms.csv", "runs.json")
+        )
+        lines += [f"### {name}", "", f"{machines([folder])}. {links}.", ""]
+        lines += [*(f"    {command}" for command in folder.commands()), ""]
+        if folder.missing and "command" not in folder.about:
+            lines += [f"It also makes {left(folder)}, which are not among these.", ""]
+        lines += ["<details markdown>", f"<summary>{len(rows)} runs</summary>", ""]
+        lines += [*table(head, rows), "", "</details>", ""]
+    return lines
+
+
+def left(folder: Folder) -> str:
+    """Runs that the command makes beside those that are there, in words."""
+    some: dict[tuple[str, float], list[str]] = {}
+    for variant, seed, rate in folder.missing:
+        some.setdefault((variant, rate), []).append(str(seed))
+    return listed(
+        [
+            f"`{variant}` of seed{'s' * (len(of) > 1)} {listed(of)} at {rate:g}"
+            for (variant, rate), of in some.items()
+        ]
+    )
