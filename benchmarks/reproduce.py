@@ -5,7 +5,7 @@
 
 Exits with 2 for a mistake in what it was given.
 
-Nothing is measured here. Figures of others are those in ``REPORTED`` (``trainlib/claims.py``); any
+Nothing is measured here. Figures of others are those in ``REPORTED`` (``trainlib/sources.py``); any
 other number is read from docs/data, docs/kernels.json, docs/layer.json and docs/blackwell.md.
 """
 
@@ -20,20 +20,11 @@ from pathlib import Path
 import paths  # noqa: F401
 from kernellib.sass import BANDWIDTH, CLOCK, ISSUE, MULTIPROCESSORS, SCHEDULERS
 from trainlib import inputs, runs
-from trainlib.claims import (
-    H200_BANDWIDTH,
-    H200_CLOCK,
-    REPORTED,
-    Sources,
-    anchor,
-    compare,
-    number,
-    prediction,
-    rows,
-)
+from trainlib.claims import anchor, compare, number, prediction, rows
 from trainlib.figures import main_rate
 from trainlib.gradients import on_the_seeds_of
 from trainlib.results import FEWEST, Difference, paired
+from trainlib.sources import H200_BANDWIDTH, H200_CLOCK, REPORTED, Sources
 from trainlib.words import TITLES, listed, said, table
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -83,7 +74,7 @@ def seen(s: Sources) -> str:
     earlier = s.train.get("125m-tables")
     if earlier is not None:
         both = (*gap.values, *paired(earlier.at(main_rate(earlier)), "p2").values)
-        text += f" With the runs on an earlier text: {said(Difference(both))}."
+        text += f" As one with the runs on an earlier text: {said(Difference(both))}."
     if exact.values:
         text += f" The same rewrite with the true RMS, minus RMSNorm: {said(exact)}."
     if own.values:

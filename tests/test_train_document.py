@@ -326,7 +326,7 @@ def test_pairs_on_another_text_are_told_apart_and_together(tmp_path: Path) -> No
     assert f"- **p = 2 minus RMSNorm, over both texts**: {both}" in page
     assert "It takes one difference for both texts; seed 3 is in both.\n" in page
     claim = reproduce.page(reproduce.DOCS, tmp_path)
-    assert f"With the runs on an earlier text: {both}" in claim
+    assert f"As one with the runs on an earlier text: {both}" in claim
     # p = 1 ran on the earlier one alone.
     assert re.search(
         r"125M: p = 1 minus RMSNorm.*2 pairs, no interval .* \(the earlier one\)", claim

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import train
-from trainlib import corpus, logs, norms, results
+from trainlib import corpus, logs, loop, norms, results
 from trainlib.loop import Curve, Plan
 
 from mxnorm_pass import reference, theory
@@ -174,14 +174,21 @@ def test_norms_of_two_rates_stay_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_paired_runs(tmp_path: Path) -> None:
-    """Exact is RMSNorm bit for bit, the estimate near it, and all learn from the same start."""
+def test_paired_runs(tmp_path: Path, capsys, monkeypatch) -> None:
+    """Exact is RMSNorm bit for bit, the estimate near it, and all learn from the same start.
+
+    Every variant that the pass rewrites is asked for its sites: two, where three are wanted here.
+    """
+    monkeypatch.setattr(loop, "SITES_PER_BLOCK", 3)
     markov(tmp_path / "corpus.npz")
     out = tmp_path / "out"
     argv = ["run", "--size", "tiny", "--inner", "eager", "--device", "cpu"]
     argv += ["--corpus", str(tmp_path / "corpus.npz"), "--out", str(out), "--rates", "1e-2"]
     argv += ["--variants", "rmsnorm", "exact", "p2", "p2-pass-own", "--seeds", "0", "1"]
-    assert train.main([*argv, "--tokens", "1024", "--batch", "2", "--seq", "32"]) == 0
+    assert train.main([*argv, "--tokens", "1024", "--batch", "2", "--seq", "32"]) == 1
+    assert capsys.readouterr().err.endswith(
+        "not 3 sites per block: ['exact', 'p2', 'p2-pass-own']\n"
+    )
     about, curves = logs.load(out)
     assert about["corpus"]["tokens"] == corpus.VALIDATION + 30_000
     found = {(c.variant, c.seed): c for c in curves}
