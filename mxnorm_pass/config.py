@@ -102,9 +102,11 @@ class MXNormConfig:
             Where folding cannot be right (the weight comes already cast, or is shared) the op
             applies the gain.
         gradient: of the estimated root, in training: ``straight_through``, the paper's, is
-            RMSNorm's formula with the estimate in it; ``projected`` leaves out the part along the
-            row that this has and neither norm's gradient should; ``own`` is the estimate's own,
-            through the largest element of each block. See docs/train.md for what each costs.
+            RMSNorm's formula with the estimate in it; ``projected`` is that without the part along
+            the row, which RMSNorm's gradient has not either; ``own`` is the estimate's own, through
+            the largest element of each block. :func:`mxnorm_pass.reference.input_gradient` states
+            them, docs/train.md has what each costs. A norm whose backward is not understood is left
+            alone (``gradient_form``).
         include: module-path globs of norms to rewrite.
         exclude: module-path globs of norms to leave alone; wins over ``include``.
         exact: module-path globs of norms that keep the true RMS under ``rms="mx"``; their gains

@@ -98,9 +98,10 @@ REASONS: dict[str, tuple[str, str]] = {
         "mark fewer dimensions as dynamic",
     ),
     "gradient_form": (
-        "gradient='projected' or 'own' changes what the backward makes of the row's root, and this "
-        "backward was not understood",
-        "train with gradient='straight_through', or report the form of the norm",
+        "gradient='projected' or 'own' changes what the backward makes of the row's root, and "
+        "something else than the norm goes back to that root, or its backward is of no known form",
+        "let what else reads the root or the mean of squares (a loss) compute its own, or train "
+        "with gradient='straight_through'",
     ),
     "calibration_block": (
         "the calibration file's constant was fitted for another block size",

@@ -189,3 +189,19 @@ def test_unknown_ptx_is_not_guessed() -> None:
     assert not emulate.knows(node)
     node.kwargs = {**text, "asm_str": "cvt.rp.satfinite.ue8m0x2.f32  $0, 0.0,   $1;"}
     assert emulate.knows(node), "white space does not matter"
+
+
+@pytest.mark.parametrize("form", ["llama", "nn.RMSNorm"])
+@pytest.mark.parametrize("gradient", ["projected", "own"])
+def test_gradient_of_the_fused_norm(form: str, gradient: str) -> None:
+    """On CUDA nn.RMSNorm has a backward by hand, ``rstd * (g - x_hat * mean(x_hat g))``."""
+    capture = Capture(MXNormConfig(strict=True, gradient=gradient))
+    blackwell.training_graph(blackwell.mxfp8_training_block(form), cast="op", hook=capture)
+    (site,) = capture.report.sites
+    assert (site.status, site.spec["gradient"]) == ("rewritten", gradient)
+    factors = [
+        n for n in capture.after[-1].nodes
+        if n.meta.get("partitioner_tag") == "must_be_in_backward"
+        and n.target in (torch.ops.aten.amax.default, torch.ops.aten.mean.dim)
+    ]  # fmt: skip
+    assert len(factors) == 1

@@ -7,6 +7,8 @@ x, in which the gradients differ, has 1/K of the energy, and nothing would tell 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from models import (
     Norm,
     ResidualBlock,
     TrainedHandLinear,
+    hand_cast,
     rows,
     training_block,
     wrap_training_,
@@ -283,30 +286,169 @@ def test_rows_without_gradient_and_graphs_without_backward() -> None:
     assert unread.report.sites[0].spec["gradient"] == "none"
 
 
-def test_other_readers_of_the_root_hand_it_their_gradient() -> None:
-    """It goes on towards the row by the estimate's own gradient like the norm's."""
+def rho(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
 
-    class Reads(nn.Module):
+
+class ByHand(torch.autograd.Function):
+    """A norm with a backward of its own: ``how`` is dx from x, rho, g and eps."""
+
+    @staticmethod
+    def forward(ctx, x, how):
+        r = rho(x)
+        ctx.save_for_backward(x, r)
+        ctx.how = how
+        return x * r
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, r = ctx.saved_tensors
+        return ctx.how(x, r, grads[0], (grads[0] * x).mean(-1, keepdim=True)), None
+
+
+def broadcast(x: Tensor) -> Tensor:
+    a, b = torch.broadcast_tensors(x, x.pow(2).mean(-1, keepdim=True) + EPS)
+    return a * b.rsqrt()
+
+
+HANDS = {
+    "parsed as ((x c) r) r": lambda x, r, g, c: r * (g - x * c * r * r),
+    "true root": lambda x, r, g, c: rho(x) * g - x * c * rho(x) ** 3,
+    "c last": lambda x, r, g, c: r * g - r**3 * x * c,
+    "common factor": lambda x, r, g, c: r * (g - (x * r) * (g * x * r).mean(-1, keepdim=True)),
+    "twice as much": lambda x, r, g, c: r * g - 2 * x * (r**3 * c),
+    "other sign": lambda x, r, g, c: r * g + x * (r**3 * c),
+    "g in another place": lambda x, r, g, c: r * g * 2 - x * (r**3 * c),
+}
+# What is made of a row: the norm's output, and what else a loss reads.
+NEIGHBOURS = {
+    "root expanded": lambda x: (broadcast(x),),
+    "norm of y": lambda x: (y := x * rho(x), y.norm(dim=-1)),
+    "normalised y": lambda x: (y := x * rho(x), nn.functional.normalize(y, dim=-1)),
+    "cosine": lambda x: (
+        y := x * rho(x),
+        nn.functional.cosine_similarity(y, x.detach().roll(1, 0), dim=-1),
+    ),
+    "norm over tokens, as many as columns": lambda x: (y := x * rho(x), y.norm(dim=0)),
+    "mean times rho": lambda x: (x * (r := rho(x)), x.pow(2).mean(-1, keepdim=True) * r),
+    "one mean times rho": lambda x: (
+        x * (r := torch.rsqrt((m := x.pow(2).mean(-1, keepdim=True)) + EPS)), m * r,
+    ),
+    "sum of squares times rho": lambda x: (x * (r := rho(x)), (x * x).sum(-1, keepdim=True) * r),
+    "rho": lambda x: (x * (r := rho(x)), r * K),
+    "rho squared": lambda x: (x * (r := rho(x)), r.square() * K),
+    "cumulated rho": lambda x: (x * (r := rho(x)), r.cumsum(0) * K),
+    "constant rho": lambda x: (x * rho(x).detach(),),
+    "router": lambda x: (y := x * rho(x), y * y[:, :1].sigmoid()),
+} | {name: lambda x, how=how: (ByHand.apply(x, how),) for name, how in HANDS.items()}  # fmt: skip
+# Where own and projected are to be found; everywhere else they may be, or the site is declined.
+UNDERSTOOD = {
+    "norm of y", "normalised y", "cosine", "norm over tokens, as many as columns", "router",
+    "c last",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_right_or_declined(name: str) -> None:
+    """Whatever else reads row, root or output, and whoever wrote the backward."""
+    function = NEIGHBOURS[name]
+    x = along((K, K)).float()
+    linear = training_block("torch", k=K, widths=(64,)).linears[0]
+
+    class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.block = training_block("torch", k=K, widths=(64,))
+            self.linear = linear
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = x.float()
-            root = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
-            return root.cumsum(0) * h.shape[-1], self.block.linears[0](
-                (h * root).bfloat16()
-            ).detach()
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            y, *others = function(x)
+            return y, *others, self.linear(y.bfloat16()).detach()
 
-    x = rows(64, K)
-    result = run(Reads(), x, config=config("own"))
-    assert result.report.rewritten == 1
-    row = x.double().requires_grad_()
-    absmax = row.unflatten(-1, (-1, 32)).abs().amax(-1)
-    square = (theory.correction(2, 32) * absmax.square().mean(-1, keepdim=True).sqrt()).square()
-    out = torch.rsqrt(square + EPS).cumsum(0) * K
-    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).double())
-    assert sqnr(row.grad, result.gradients["input0"]) > 45
+    off = run(Model(), x, off=True).gradients["input0"]
+    for gradient in ("projected", "own"):
+        result = run(Model(), x, config=config(gradient))
+        (site,) = result.report.sites
+        if site.status == "declined":
+            assert site.reason == "gradient_form" and name not in UNDERSTOOD
+            assert torch.equal(result.gradients["input0"], off)
+            continue
+        assert name in UNDERSTOOD
+        assert site.spec["gradient"] == gradient
+        if name in HANDS:
+            dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+            wanted = reference.input_gradient(x, dy, EPS, gradient=gradient)
+            assert sqnr(wanted, result.gradients["input0"]) > 50
+            continue
+        # The same losses of the estimate, which differentiates itself, in float64.
+        row = x.double().requires_grad_()
+        with patched_root(gradient):
+            outs = function(row)
+        generator = torch.Generator().manual_seed(0)
+        tangents = [torch.randn(o.shape, generator=generator).double() for o in outs]
+        torch.autograd.backward(outs, tangents)
+        assert row.grad is not None
+        assert sqnr(row.grad, result.gradients["input0"]) > 50
+
+
+@contextmanager
+def patched_root(gradient: str) -> Iterator[None]:
+    """``rho`` is the estimate's, with the gradient that is asked for."""
+
+    def estimate(x: Tensor) -> Tensor:
+        true = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+        absmax = x.unflatten(-1, (-1, 32)).abs().amax(-1)
+        square = theory.correction(2, 32) ** 2 * absmax.square().mean(-1, keepdim=True)
+        own = torch.rsqrt(square + EPS)
+        return own if gradient == "own" else true * (own / true).detach()
+
+    here, before = globals(), rho
+    here["rho"] = estimate
+    try:
+        yield
+    finally:
+        here["rho"] = before
+
+
+def test_a_backward_without_marks() -> None:
+    """``torch.func.grad`` inside: one graph of forward and backward, which counts as inference."""
+    weight = rows(64, K)
+
+    def loss(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * rho(x)
+        return (y * t).sum(), (hand_cast(y) @ weight.float().t()).detach()
+
+    x, t = along((64, K)).float(), along((64, K), 1).float()
+    for gradient in ("projected", "own"):
+        torch._dynamo.reset()
+        backend = MXNormBackend(config(gradient, inner="eager"))
+        with torch.no_grad():
+            found, _ = torch.compile(torch.func.grad(loss, has_aux=True), backend=backend)(x, t)
+        (site,) = backend.report.sites
+        wanted = reference.input_gradient(x, t, EPS, gradient=gradient)
+        assert site.status == "rewritten" and site.spec["gradient"] == gradient
+        assert sqnr(wanted, found) > 60
+
+
+def test_one_row() -> None:
+    """Its root is a number: not told apart from other numbers, so left alone."""
+    x = along((1, K))[0].float()
+
+    def one(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * torch.rsqrt(x.pow(2).mean(-1) + EPS)
+        return y, (hand_cast(y) @ weight).detach()
+
+    weight = torch.eye(K)
+    for gradient in GRADIENTS:
+        result = run(one, x, config=config(gradient))
+        (site,) = result.report.sites
+        if gradient == "straight_through":
+            assert site.status == "rewritten"
+            continue
+        wanted = reference.input_gradient(
+            x, torch.randn(K, generator=torch.Generator().manual_seed(0)), EPS, gradient=gradient
+        )
+        right = float(sqnr(wanted, result.gradients["input0"])) > 50
+        assert right if site.status == "rewritten" else site.reason == "gradient_form"
 
 
 @pytest.mark.parametrize("gradient", ["projected", "own"])

@@ -1,40 +1,54 @@
 """Where the backward goes through a norm's mean of squares: the terms of dx that lie along the row.
 
-Autograd's gradient of ``y = x * rho``, with ``u`` what reaches ``y`` over the gain, is ``rho * u``
-plus ``row quantity * x``, since the mean of squares is one number of a row whose own gradient is
-``2 x / K``. Those products are found from two sides: from what the backward makes of the root, one
-number a row, to where it is multiplied with the row again; and, in forms that were simplified by
-hand, from the normalised row to its product with a number per row.
+With g what reaches ``x * rho``, autograd writes dx as ``rho * g`` plus ``-x rho^3 mean(x g)``. Both
+are looked for near the row, from the sum of ``x * g`` on, and confirmed by evaluation: pieces of
+the graph between x, the root, g and that sum. Whatever else of the backward reads the root is not
+understood, and neither is a backward that sums up such products without ending in those terms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
+from mxnorm_pass.compat import unset_fake_temporarily
 from mxnorm_pass.reasons import Decline
 from mxnorm_pass.recognise import aten
+from mxnorm_pass.recognise.lift import LiftError, lift
 from mxnorm_pass.recognise.norm import NormSpec
+from mxnorm_pass.recognise.walk import upwards
 
 _MUL = (aten.aten.mul.Tensor, aten.aten.mul.Scalar)
 _DIV = (aten.aten.div.Tensor, aten.aten.div.Scalar)
-_POW = aten.aten.pow.Tensor_Scalar
+_SUMS = (aten.aten.sum.dim_IntList, aten.aten.mean.dim)
+_NEAR = 2.0**-6
+"""Relative: forms that work in bfloat16 round each factor by 2^-9. A root in the place of another,
+a factor that is missing or a wrong power are further off."""
+_PROBES = 512
+_STEPS = 8
+
+Values = dict[Node, Tensor]
 
 
 def row_terms(norm: NormSpec) -> list[Node]:
-    """Products along the row through which the gradient of the mean of squares reaches ``x``.
-
-    Empty where the row takes no gradient.
+    """The terms of dx along the row; empty where the row takes no gradient.
 
     Raises:
-        Decline: ``gradient_form``, where the root takes part in the backward in another way.
+        Decline: ``gradient_form``, where the backward cannot be told to be that of ``x * rho``.
     """
     if norm.fused:
         if any(map(aten.is_backward, _readers(norm.mean))):
             raise Decline("gradient_form", "the backward of the fused op is one call", norm.mean)
         return []
-    return _Search(norm).terms()
+    if not any(user.users for user in norm.shifted.users):
+        # A norm that two sites share: the first has taken all readers.
+        return []
+    # The hook runs under FakeTensorMode; probes are real numbers.
+    with unset_fake_temporarily(), torch.no_grad():
+        return _Search(norm).terms()
 
 
 def _readers(node: Node) -> Iterator[Node]:
@@ -44,118 +58,179 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 class _Search:
-    """Nodes of one norm by what they are along a row."""
+    """Nodes around one norm, by what they are made of."""
 
     def __init__(self, norm: NormSpec) -> None:
-        self._norm = norm
-        self._rows = aten.tensor(norm.shifted)
-        self._full = aten.tensor(norm.x)
-        self._rooted = self._numbers_of_the_root()
-        self._like_x = self._multiples_of_the_row()
+        self._x, self._root = norm.x, norm.shifted
+        self._rooted = self._made_of_the_root()
+        self._rows = self._multiples_of_the_row()
 
     def terms(self) -> list[Node]:
         """See :func:`row_terms`."""
-        found: dict[Node, None] = {}
-        queue = [
-            user
-            for node in self._rooted
-            for user in node.users
-            if aten.is_backward(user) and user not in self._rooted and self._is_row(user)
-        ]
-        seen, missed = set(queue), dict[Node, None]()
-        for node in queue:
-            for user in node.users:
-                if self._is_term(user, node):
-                    found[user] = None
-                elif user in seen or _adds_up_rows(user) or user.op == "output":
-                    continue
-                elif self._is_constant_along_rows(user, seen):
-                    seen.add(user)
-                    queue.append(user)
-                else:
-                    # Of a sum of such numbers another may come later.
-                    missed[user] = None
-        for user in missed:
-            if user not in seen:
-                raise Decline("gradient_form", "the root's gradient does not end in x alone", user)
-        if queue and not found:
-            raise Decline("gradient_form", "no product with x ends the root's gradient", queue[0])
-        for node, rooted in self._like_x.items():
-            for user in node.users if rooted else ():
-                number = _other(user, node)
-                if number is None or number in self._rooted:
-                    continue
-                if aten.is_backward(number) and self._is_row(number):
-                    found[user] = None
-        return list(found)
-
-    # --- sorts of nodes ---
-
-    def _numbers_of_the_root(self) -> set[Node]:
-        """The root and what is computed from it alone, one number a row."""
-        queue = [self._norm.shifted]
-        known = set(queue)
-        for node in queue:
-            for user in node.users:
-                if user in known or not (aten.is_pointwise(user) or aten.keeps_order(user)):
-                    continue
-                tensors = [n for n in user.all_input_nodes if aten.shape(n)]
-                if self._is_row(user) and all(n in known for n in tensors):
-                    known.add(user)
-                    queue.append(user)
-        return known
-
-    def _multiples_of_the_row(self) -> dict[Node, bool]:
-        """Rows that are the norm's times a number each; whether the root is in that number."""
-        found = {self._norm.x: False}
-        queue = [self._norm.x]
-        for node in queue:
-            for user in node.users:
-                if user in found or not self._is_full(user):
-                    continue
-                rooted = found[node]
-                number = _other(user, node)
-                if number is not None:
-                    if number not in self._rooted:
-                        continue
-                    rooted = True
-                elif not (aten.keeps_order(user) or _scales(user)):
-                    continue
-                found[user] = rooted
-                queue.append(user)
+        found: list[Node] = []
+        known: set[Node] = set(self._rooted) | self._rows
+        sums = dict(self._sums())
+        for total, (product, g) in sums.items():
+            terms = [n for n in self._products(total) if self._reads_the_root(n, total)]
+            if not terms:
+                continue
+            confirmed = self._confirmed(terms, total, product, g)
+            if not confirmed:
+                raise Decline("gradient_form", "not that of x * rstd alone", terms[0])
+            found += terms
+            known.update(upwards([*terms, *confirmed], known={self._x, self._root, total, g}))
+        others = [n for n in self._backward_readers() if n not in known]
+        others += [n for n in sums if aten.is_backward(n) and not found]
+        if others:
+            raise Decline("gradient_form", "something else goes back to the row's root", others[0])
         return found
 
-    def _is_row(self, node: Node) -> bool:
-        """One number a row."""
-        value = aten.tensor(node)
-        return (
-            value is not None
-            and self._rows is not None
-            and aten.same_size(value.numel(), self._rows.numel())
-        )
+    # --- what there is ---
 
-    def _is_full(self, node: Node) -> bool:
-        value = aten.tensor(node)
-        return (
-            value is not None
-            and self._full is not None
-            and value.dim() > 0
-            and aten.same_size(value.numel(), self._full.numel())
-            and aten.same_size(value.shape[-1], self._full.shape[-1])
-        )
+    def _made_of_the_root(self) -> dict[Node, None]:
+        """The root and what is computed from it alone."""
+        found, alone = {self._root: None}, not aten.shape(self._root)
+        for node in (queue := [self._root]):
+            for user in node.users:
+                elementwise = aten.is_pointwise(user) or aten.keeps_order(user)
+                if user in found or not (elementwise or user.target in aten.EXPAND):
+                    continue
+                # A 0-d tensor beside a root per row is an eps or the like.
+                tensors = [n for n in user.all_input_nodes if aten.tensor(n) is not None]
+                if all(n in found or not (alone or aten.shape(n)) for n in tensors):
+                    found[user] = None
+                    queue.append(user)
+        return found
 
-    def _is_term(self, node: Node, number: Node) -> bool:
-        row = _other(node, number)
-        return node.target in _MUL and row is not None and row in self._like_x
+    def _multiples_of_the_row(self) -> set[Node]:
+        """The row times what the root makes, converted, negated or times a number."""
+        found = {self._x}
+        for node in (queue := [self._x]):
+            for user in node.users:
+                if user in found or not aten.shape(user):
+                    continue
+                other = _other(user, node)
+                if other in self._rooted if other is not None else _scales(user):
+                    found.add(user)
+                    queue.append(user)
+        return found
 
-    def _is_constant_along_rows(self, node: Node, seen: set[Node]) -> bool:
-        """Computed from the root's gradient and the root, with one value along each row."""
-        if node.target in aten.EXPAND:
-            return self._is_full(node)
-        if not (aten.is_pointwise(node) or aten.keeps_order(node)):
+    def _sums(self) -> Iterator[tuple[Node, tuple[Node, Node]]]:
+        """Sums (or means) along the row of its product with something else: with both factors."""
+        for row in self._rows:
+            for product in row.users:
+                g = _other(product, row)
+                if product.target not in _MUL or g is None or g in self._rows | {*self._rooted}:
+                    continue
+                if not aten.same_shape(aten.shape(g), aten.shape(product)):
+                    continue
+                while g.target is aten.aten.neg.default or g.target is aten.CONVERT:
+                    g = g.all_input_nodes[0]
+                for total in _through(product):
+                    if total.target in _SUMS and aten.reduces_last_axis(total):
+                        yield total, (product, g)
+
+    def _products(self, total: Node) -> list[Node]:
+        """Of a multiple of the row with numbers that the sum goes into, one of each row."""
+        found: dict[Node, None] = {}
+        seen = {total}
+        for node in (queue := [total]):
+            for user in node.users:
+                other = _other(user, node)
+                if user.target in _MUL and other in self._rows:
+                    found[user] = None
+                elif user not in seen and (
+                    aten.is_pointwise(user) or aten.keeps_order(user) or user.target in aten.EXPAND
+                ):
+                    tensors = [n for n in user.all_input_nodes if aten.shape(n)]
+                    if all(n in seen or n in self._rooted for n in tensors):
+                        seen.add(user)
+                        queue.append(user)
+        return list(found)
+
+    def _reads_the_root(self, term: Node, total: Node) -> bool:
+        """Rather than the root of another norm of the same row, or none at all."""
+        return self._root in set(upwards([term], known={self._x, total}))
+
+    def _backward_readers(self) -> Iterator[Node]:
+        """Of what is made of the root."""
+        for node in self._rooted:
+            yield from (user for user in node.users if aten.is_backward(user))
+
+    # --- by evaluation ---
+
+    def _confirmed(self, terms: list[Node], total: Node, product: Node, g: Node) -> list[Node]:
+        """Nodes that hold ``rho * g``; none where the terms are not ``-x rho^3 mean(x g)``.
+
+        Autograd adds ``rho * g`` to the terms; simplified by hand, as torch's own decomposition of
+        the fused norm is, both are times rho at the end. The sum in between parts the function in
+        two pieces, each linear in what it is made of: their product on probes tells it, whatever
+        factor stands in front of the sum or behind it.
+        """
+        values = {
+            self._root: 10.0 ** (4 * torch.rand(_PROBES, generator=_seeded(1)) - 2),
+            **{n: _normal(n, seed) for seed, n in enumerate((self._x, total, g), start=2)},
+        }
+        rho = values[self._root].double().rsqrt()
+        x, s, given = (values[n].double() for n in (self._x, total, g))
+        other = {**values, self._x: _normal(self._x, 5)}
+        summed = _evaluate(product, (self._x, self._root, g), other)
+        rows: dict[Node, Tensor] = {}
+        for term in terms:
+            row = _evaluate(term, (self._x, self._root, total), values)
+            if row is not None:
+                rows[term] = row
+        if summed is None or len(rows) < len(terms):
+            return []
+        factor = 1.0 if total.target is aten.aten.mean.dim else 1 / aten.shape(self._x)[-1]
+        wanted = -x * s * rho**3 * other[self._x].double() * given * factor
+
+        def goes(row: Tensor) -> bool:
+            return _close(row * summed, wanted)
+
+        if goes(torch.stack([*rows.values()]).sum(0)):
+            return [n for n in _through(g) if self._is(n, values, rho * given, (g,))]
+        for end in self._ends(terms):
+            known = (self._root, g, *terms)
+            zeros = {term: torch.zeros(_PROBES) for term in terms}
+            direct = _evaluate(end, known, {**values, **zeros})
+            both = _evaluate(end, known, {**values, **rows})
+            if direct is None or both is None or not _close(direct, rho * given):
+                continue
+            if goes(both - direct):
+                return [end]
+        return []
+
+    def _is(self, node: Node, values: Values, wanted: Tensor, of: tuple[Node, ...]) -> bool:
+        """Whether a product has the wanted values."""
+        if node.target not in (*_MUL, *_DIV) or node in self._rows:
             return False
-        tensors = [n for n in node.all_input_nodes if aten.shape(n)]
-        return all(n in seen or n in self._rooted for n in tensors)
+        got = _evaluate(node, (self._root, *of), values)
+        return got is not None and _close(got, wanted)
+
+    def _ends(self, terms: list[Node]) -> Iterator[Node]:
+        """What is made of the terms, one or two steps on."""
+        for node in (queue := list(terms)):
+            for user in node.users:
+                if aten.is_pointwise(user) and user not in queue and len(queue) < _STEPS:
+                    queue.append(user)
+                    yield user
+
+
+def _evaluate(node: Node, stops: tuple[Node, ...], values: Values) -> Tensor | None:
+    """In float64; None where the node depends on something else, or is not pointwise."""
+    try:
+        return lift(node, stops=stops).evaluate(values).double()
+    except (LiftError, KeyError, RuntimeError, TypeError):
+        return None
+
+
+def _through(node: Node) -> Iterator[Node]:
+    """Readers of a node, seen through reshapes, conversions and signs."""
+    for reader in (queue := list(node.users)):
+        yield reader
+        if aten.keeps_order(reader) or reader.target in (aten.CONVERT, aten.aten.neg.default):
+            queue += reader.users
 
 
 def _other(node: Node, operand: Node) -> Node | None:
@@ -169,19 +244,30 @@ def _other(node: Node, operand: Node) -> Node | None:
         other = left
     else:
         return None
-    return other if isinstance(other, Node) and aten.shape(other) else None
+    return other if isinstance(other, Node) else None
 
 
 def _scales(node: Node) -> bool:
-    """Converted, negated, or times a number."""
-    if node.target is aten.CONVERT or node.target is aten.aten.neg.default:
+    """Converted, reshaped, negated, or times a number."""
+    if node.target in (aten.CONVERT, aten.aten.neg.default) or aten.keeps_order(node):
         return True
-    if node.target is _POW:
+    if node.target is aten.aten.pow.Tensor_Scalar:
         return bool(node.args[1] == 1)
     scaled = node.target in _MUL or node.target in _DIV
     return scaled and isinstance(node.args[1], (int, float))
 
 
-def _adds_up_rows(node: Node) -> bool:
-    """A sum over tokens: the gradient of an eps that is a parameter, which stays what it is."""
-    return node.target in (aten.aten.sum.dim_IntList, aten.aten.sum.default)
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _normal(node: Node, seed: int) -> Tensor:
+    """Values of a leaf, away from zero, where a relative distance means nothing."""
+    values = torch.randn(_PROBES, generator=_seeded(seed))
+    return (values + values.sign() * 0.25).to(aten.dtype(node) or torch.float32)
+
+
+def _close(got: Tensor, expected: Tensor) -> bool:
+    if got.shape != expected.shape:
+        return False
+    return bool(((got.double() - expected).abs() <= _NEAR * expected.abs()).all())

@@ -90,6 +90,8 @@ def spec_text(site: SiteReport) -> str:
         gain = spec.get("gain", "?")
         parts.append(str(spec["rms"]))
         parts.append("no gain" if gain == "none" else f"{gain} {spec.get('gain_at', '')}")
+    if spec.get("gradient") in ("projected", "own"):
+        parts.append(f"{spec['gradient']} gradient")
     if spec.get("residual"):
         parts.append("+add")
     return " ".join(parts)

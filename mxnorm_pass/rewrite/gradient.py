@@ -18,7 +18,7 @@ _FAR = 1e-30  # below the mean of maxima a block is one of zeros
 
 def change_gradient(
     edit: Edit, norm: NormSpec, rstd: Node, gradient: str, rms: str, constant: float, block: int
-) -> None:
+) -> bool:
     """Multiply the terms of dx along the row by what ``gradient`` wants there instead.
 
     Autograd's are ``-x rho^3 mean(x u)``, the gradient of a mean of squares whose root happens to
@@ -31,12 +31,16 @@ def change_gradient(
     with B elements in a block, m its maximum and M the mean of m^p; equal maxima share. To be
     called while the root's readers are those that autograd wrote.
 
+    Returns:
+        Whether there are any: a row that takes no gradient has none.
+
     Raises:
         Decline: ``gradient_form``, where those terms cannot be told apart.
     """
     k = aten.shape(norm.x)[-1]
     assert isinstance(k, int)
-    for term in row_terms(norm):
+    terms = row_terms(norm)
+    for term in terms:
         row = edit.call(aten.CONVERT, (norm.x, torch.float32), like=term, after=term)
         if gradient == "projected":
             factor = _projected(Chain(edit, like=term, after=row), row, norm, rstd)
@@ -56,6 +60,7 @@ def change_gradient(
         if dtype is not torch.float32:
             made = edit.call(aten.CONVERT, (product, dtype), like=term, after=product)
         edit.replace(term, made, [user for user in term.users if user is not product])
+    return bool(terms)
 
 
 def _projected(call: Chain, row: Node, norm: NormSpec, rstd: Node) -> Node:
