@@ -74,7 +74,12 @@ def expected(x: Tensor, gain: Tensor, **how) -> Tensor:
     return reference.input_gradient(x, dy.double() * gain, EPS, **how)
 
 
-@pytest.mark.parametrize("form", FORMS)
+SHORT = ("torch", "t5", "sqrt_division")  # the rest differs in spelling alone
+
+
+@pytest.mark.parametrize(
+    "form", [f if f in SHORT else pytest.param(f, marks=pytest.mark.long) for f in FORMS]
+)
 def test_forms_against_float64(form: str) -> None:
     """Each gradient has the numbers of its own definition, and not those of another.
 
@@ -504,7 +509,7 @@ def test_what_is_not_allowed() -> None:
         MXNormConfig(gradient="true")
 
 
-@pytest.mark.parametrize("gradient", ["projected", "own"])
+@pytest.mark.parametrize("gradient", [pytest.param("projected", marks=pytest.mark.long), "own"])
 def test_generated_code_and_checkpointing(gradient: str) -> None:
     """Inductor's backward has the graph's numbers; recomputed, they are the same to a bit."""
 

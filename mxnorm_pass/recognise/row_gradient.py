@@ -68,7 +68,7 @@ class _Search:
     def terms(self) -> list[Node]:
         """See :func:`row_terms`."""
         found: list[Node] = []
-        known: set[Node] = set(self._rooted) | self._rows
+        known = {*self._rooted, *self._rows}
         sums = dict(self._sums())
         for total, (product, g) in sums.items():
             terms = [n for n in self._products(total) if self._reads_the_root(n, total)]
@@ -102,16 +102,16 @@ class _Search:
                     queue.append(user)
         return found
 
-    def _multiples_of_the_row(self) -> set[Node]:
+    def _multiples_of_the_row(self) -> dict[Node, None]:
         """The row times what the root makes, converted, negated or times a number."""
-        found = {self._x}
+        found: dict[Node, None] = {self._x: None}
         for node in (queue := [self._x]):
             for user in node.users:
                 if user in found or not aten.shape(user):
                     continue
                 other = _other(user, node)
                 if other in self._rooted if other is not None else _scales(user):
-                    found.add(user)
+                    found[user] = None
                     queue.append(user)
         return found
 
@@ -120,7 +120,7 @@ class _Search:
         for row in self._rows:
             for product in row.users:
                 g = _other(product, row)
-                if product.target not in _MUL or g is None or g in self._rows | {*self._rooted}:
+                if product.target not in _MUL or g is None or g in self._rows or g in self._rooted:
                     continue
                 if not aten.same_shape(aten.shape(g), aten.shape(product)):
                     continue
