@@ -258,10 +258,14 @@ class Estimated(nn.Module):
     """The estimate without a gain, differentiated by autograd."""
 
     def forward(self, x: Tensor) -> Tensor:
-        row = x.float()
-        absmax = row.unflatten(-1, (-1, 32)).abs().amax(-1)
-        square = theory.correction(2, 32) ** 2 * absmax.square().mean(-1, keepdim=True)
-        return (row * torch.rsqrt(square + 1e-5)).to(x.dtype)
+        return (x.float() * estimated_rho(x.float(), 1e-5)).to(x.dtype)
+
+
+def estimated_rho(x: Tensor, eps: float) -> Tensor:
+    """Of the p = 2 estimate, in the dtype of ``x``; autograd differentiates it."""
+    absmax = x.unflatten(-1, (-1, 32)).abs().amax(-1)
+    square = theory.correction(2, 32) ** 2 * absmax.square().mean(-1, keepdim=True)
+    return torch.rsqrt(square + eps)
 
 
 def test_rows_without_gradient_and_graphs_without_backward() -> None:
@@ -403,9 +407,7 @@ def patched_root(gradient: str) -> Iterator[None]:
 
     def estimate(x: Tensor) -> Tensor:
         true = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
-        absmax = x.unflatten(-1, (-1, 32)).abs().amax(-1)
-        square = theory.correction(2, 32) ** 2 * absmax.square().mean(-1, keepdim=True)
-        own = torch.rsqrt(square + EPS)
+        own = estimated_rho(x, EPS)
         return own if gradient == "own" else true * (own / true).detach()
 
     here, before = globals(), rho

@@ -215,25 +215,24 @@ def stability(s: Sources) -> Row:
             for v in ("rmsnorm", "p1", "p2")
             if v in folder.variants
         }
-        ours = (
-            "lowest diverging peak rate at 15M: "
-            + ", ".join(f"{label(v)} {'none' if r is None else f'{r:g}'}" for v, r in first.items())
-            + f"; tried up to {folder.rates[-1]:g}"
-        )
         rate = {v: math.inf if r is None else r for v, r in first.items()}
+        both, most = {"p1", "p2"} <= rate.keys(), f"{folder.rates[-1]:g}"
         same = "–"
         if min(rate.values()) == math.inf:
             ours = f"at 15M none of {', '.join(map(label, first))} diverged"
-        if {"p1", "p2"} <= rate.keys():
-            order = (rate["p1"] > rate["p2"]) - (rate["p1"] < rate["p2"])
-            none = f"not tested: nothing diverged up to {folder.rates[-1]:g}"
-            same = (
-                none
-                if min(rate.values()) == math.inf
-                else {-1: "p = 1 diverges earlier", 0: "not seen at 15M", 1: "no: p = 2 does"}[
-                    order
-                ]
+            same = f"not tested: nothing diverged up to {most}" if both else same
+        else:
+            ours = (
+                "lowest diverging peak rate at 15M: "
+                + ", ".join(
+                    f"{label(v)} {'none' if r is None else f'{r:g}'}" for v, r in first.items()
+                )
+                + f"; tried up to {most}"
             )
+            if both:
+                order = (rate["p1"] > rate["p2"]) - (rate["p1"] < rate["p2"])
+                words = {-1: "p = 1 diverges earlier", 0: "not seen at 15M", 1: "no: p = 2 does"}
+                same = words[order]
     return (claim, told, ours, same, why, "[train.py](../benchmarks/train.py)")
 
 

@@ -11,7 +11,16 @@ from typing import Any
 
 from trainlib import results
 from trainlib.results import FEWEST, final, paired
-from trainlib.runs import Folder, band, diverged, over_depth, smooth, thin, window
+from trainlib.runs import (
+    Folder,
+    band,
+    diverged,
+    mean_final,
+    over_depth,
+    smooth,
+    thin,
+    window,
+)
 
 LABELS = {
     "rmsnorm": "RMSNorm",
@@ -68,8 +77,8 @@ def main_rate(folder: Folder) -> float:
     """That of the most runs; of several, the one at which RMSNorm ends lowest, or the lowest."""
 
     def height(rate: float) -> float:
-        good = [final(c) for c in folder.of("rmsnorm", rate) if not diverged(c)]
-        return statistics.fmean(good) if good else math.inf
+        mean = mean_final(folder.of("rmsnorm", rate))
+        return mean if math.isfinite(mean) else math.inf
 
     return min(folder.rates, key=lambda rate: (-len(folder.at(rate)), height(rate), rate))
 
@@ -222,11 +231,11 @@ def rates(folder: Folder) -> Figure:
         for i, variant in enumerate(folder.variants):
             points = []
             for rate in folder.rates:
-                ends = [final(c) for c in folder.of(variant, rate) if not diverged(c)]
-                if ends:
-                    points.append((rate, statistics.fmean(ends)))
-                lost = sum(diverged(c) for c in folder.of(variant, rate))
-                if lost:
+                some = folder.of(variant, rate)
+                mean = mean_final(some)
+                if math.isfinite(mean):
+                    points.append((rate, mean))
+                if any(map(diverged, some)):
                     # Above each other, or one variant's mark would hide another's.
                     panel.plot(rate, top + (2 + i) * step, "X", color=colour(variant))
             panel.plot(
@@ -237,8 +246,8 @@ def rates(folder: Folder) -> Figure:
         panel.minorticks_off()
         panel.set_xticks(folder.rates, [f"{r:g}" for r in folder.rates])
         panel.grid(alpha=0.3)
-        some = any(diverged(c) for c in folder.curves)
-        _legend(figure, panel, "X at the top: diverged" if some else None, "right upper")
+        lost = any(map(diverged, folder.curves))
+        _legend(figure, panel, "X at the top: diverged" if lost else None, "right upper")
         return figure
 
     return draw

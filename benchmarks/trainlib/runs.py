@@ -6,7 +6,7 @@ import itertools
 import math
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,29 +179,23 @@ def machine_of(found: Sequence[Folder]) -> dict[str, Any]:
 
 def join(one: Folder, other: Folder | None) -> Folder:
     """Runs of ``other`` added where both were made alike, so that more of them have a pair."""
-    if other is None:
-        return one
-    if unlike(one, other):
-        return one
-    there = {(c.variant, c.seed, c.rate) for c in one.curves}
-    wanted = {(c.seed, c.rate) for c in one.curves}
-    more = [
-        c
-        for c in other.curves
-        if (c.seed, c.rate) in wanted and (c.variant, c.seed, c.rate) not in there
-    ]
-    return Folder(one.path, one.about, one.curves + more)
+    pairs = {(c.seed, c.rate) for c in one.curves}
+    return _with(one, [other], lambda c: (c.seed, c.rate) in pairs)
 
 
 def pool(one: Folder, *others: Folder | None) -> Folder:
     """``one`` with those seeds of ``others`` at its rates that were made alike, of its variants."""
+    variants, rates = one.variants, one.rates
+    return _with(one, others, lambda c: c.variant in variants and c.rate in rates)
+
+
+def _with(one: Folder, others: Sequence[Folder | None], wanted: Callable[[Curve], bool]) -> Folder:
     there = {(c.variant, c.seed, c.rate): c for c in one.curves}
     for other in others:
         if other is None or unlike(one, other):
             continue
-        for c in other.curves:
-            if c.variant in one.variants and c.rate in one.rates:
-                there.setdefault((c.variant, c.seed, c.rate), c)
+        for c in filter(wanted, other.curves):
+            there.setdefault((c.variant, c.seed, c.rate), c)
     return Folder(one.path, one.about, list(there.values()))
 
 
@@ -266,6 +260,12 @@ def diverged(curve: Curve) -> bool:
         return True
     width = max(1, round(len(curve.loss) * results.TAIL))
     return bool(end > np.nanmin(smooth(curve.loss, width)) + RISE)
+
+
+def mean_final(curves: Sequence[Curve]) -> float:
+    """Of the final losses of those that did not diverge; NaN without any."""
+    good = [final(c) for c in curves if not diverged(c)]
+    return statistics.fmean(good) if good else math.nan
 
 
 def first_divergence(folder: Folder, variant: str) -> float | None:

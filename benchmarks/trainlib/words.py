@@ -10,9 +10,9 @@ from pathlib import Path
 from mxnorm_pass import theory
 from trainlib import results
 from trainlib.figures import STATISTICS, label, main_rate
-from trainlib.loop import SIZES, Curve
+from trainlib.loop import SIZES
 from trainlib.results import FEWEST, Difference, final, held_out, of_images, paired
-from trainlib.runs import RISE, Folder, diverged, first_divergence, over_depth
+from trainlib.runs import RISE, Folder, diverged, first_divergence, mean_final, over_depth
 
 CHINCHILLA = 20  # tokens a parameter, arXiv 2203.15556
 HERE = Path(__file__).parent
@@ -234,12 +234,6 @@ def by_rate(folder: Folder) -> Lines:
         "",
         *table(head, rows),
     ]
-
-
-def mean_final(curves: Sequence[Curve]) -> float:
-    """Over those that did not diverge; NaN without any."""
-    good = [final(c) for c in curves if not diverged(c)]
-    return statistics.fmean(good) if good else math.nan
 
 
 def in_table(folder: Folder) -> bool:

@@ -45,6 +45,8 @@ ORDER_KEEPING = _overloads(
     "contiguous.default",
     "lift_fresh_copy.default",
 )
+MULTIPLIES = (aten.mul.Tensor, aten.mul.Scalar)
+DIVIDES = (aten.div.Tensor, aten.div.Scalar)
 EXPAND = _overloads("expand.default")
 PERMUTES = _overloads("permute.default", "transpose.int", "t.default")
 # Elements or rows are picked, moved, joined or repeated.

@@ -230,9 +230,9 @@ def _divides(node: Node, k: int) -> bool:
     factor = node.args[1] if len(node.args) > 1 else None
     if not isinstance(factor, (int, float)):
         return False
-    if node.target in (aten.aten.div.Tensor, aten.aten.div.Scalar):
+    if node.target in aten.DIVIDES:
         return factor == k
-    return node.target in (aten.aten.mul.Tensor, aten.aten.mul.Scalar) and factor * k == 1
+    return node.target in aten.MULTIPLIES and factor * k == 1
 
 
 def _gain(piece: Piece, eps_node: Node | None, k: int) -> Node | None:

@@ -21,14 +21,13 @@ from mxnorm_pass.recognise.lift import LiftError, lift
 from mxnorm_pass.recognise.norm import NormSpec
 from mxnorm_pass.recognise.walk import upwards
 
-_MUL = (aten.aten.mul.Tensor, aten.aten.mul.Scalar)
-_DIV = (aten.aten.div.Tensor, aten.aten.div.Scalar)
+_SCALED = (*aten.MULTIPLIES, *aten.DIVIDES)
 _SUMS = (aten.aten.sum.dim_IntList, aten.aten.mean.dim)
 _NEAR = 2.0**-6
 """Relative: forms that work in bfloat16 round each factor by 2^-9. A root in the place of another,
 a factor that is missing or a wrong power are further off."""
 _PROBES = 512
-_STEPS = 8
+_STEPS = 8  # nodes behind the terms, at the most
 
 Values = dict[Node, Tensor]
 
@@ -92,8 +91,7 @@ class _Search:
         found, alone = {self._root: None}, not aten.shape(self._root)
         for node in (queue := [self._root]):
             for user in node.users:
-                elementwise = aten.is_pointwise(user) or aten.keeps_order(user)
-                if user in found or not (elementwise or user.target in aten.EXPAND):
+                if user in found or not _stays_in_its_row(user):
                     continue
                 # A 0-d tensor beside a root per row is an eps or the like.
                 tensors = [n for n in user.all_input_nodes if aten.tensor(n) is not None]
@@ -120,7 +118,12 @@ class _Search:
         for row in self._rows:
             for product in row.users:
                 g = _other(product, row)
-                if product.target not in _MUL or g is None or g in self._rows or g in self._rooted:
+                if (
+                    product.target not in aten.MULTIPLIES
+                    or g is None
+                    or g in self._rows
+                    or g in self._rooted
+                ):
                     continue
                 if not aten.same_shape(aten.shape(g), aten.shape(product)):
                     continue
@@ -137,11 +140,9 @@ class _Search:
         for node in (queue := [total]):
             for user in node.users:
                 other = _other(user, node)
-                if user.target in _MUL and other in self._rows:
+                if user.target in aten.MULTIPLIES and other in self._rows:
                     found[user] = None
-                elif user not in seen and (
-                    aten.is_pointwise(user) or aten.keeps_order(user) or user.target in aten.EXPAND
-                ):
+                elif user not in seen and _stays_in_its_row(user):
                     tensors = [n for n in user.all_input_nodes if aten.shape(n)]
                     if all(n in seen or n in self._rooted for n in tensors):
                         seen.add(user)
@@ -189,10 +190,10 @@ class _Search:
             return _close(row * summed, wanted)
 
         if goes(torch.stack([*rows.values()]).sum(0)):
-            return [n for n in _through(g) if self._is(n, values, rho * given, (g,))]
+            return [n for n in _through(g) if self._is_direct(n, g, values)]
+        known = (self._root, g, *terms)
+        zeros = {term: torch.zeros(_PROBES) for term in terms}
         for end in self._ends(terms):
-            known = (self._root, g, *terms)
-            zeros = {term: torch.zeros(_PROBES) for term in terms}
             direct = _evaluate(end, known, {**values, **zeros})
             both = _evaluate(end, known, {**values, **rows})
             if direct is None or both is None or not _close(direct, rho * given):
@@ -201,15 +202,16 @@ class _Search:
                 return [end]
         return []
 
-    def _is(self, node: Node, values: Values, wanted: Tensor, of: tuple[Node, ...]) -> bool:
-        """Whether a product has the wanted values."""
-        if node.target not in (*_MUL, *_DIV) or node in self._rows:
+    def _is_direct(self, node: Node, g: Node, values: Values) -> bool:
+        """Whether a product is ``rho * g``."""
+        if node.target not in _SCALED or node in self._rows:
             return False
-        got = _evaluate(node, (self._root, *of), values)
-        return got is not None and _close(got, wanted)
+        got = _evaluate(node, (self._root, g), values)
+        rho = values[self._root].double().rsqrt()
+        return got is not None and _close(got, rho * values[g].double())
 
     def _ends(self, terms: list[Node]) -> Iterator[Node]:
-        """What is made of the terms, one or two steps on."""
+        """What is made of the terms, a few steps on."""
         for node in (queue := list(terms)):
             for user in node.users:
                 if aten.is_pointwise(user) and user not in queue and len(queue) < _STEPS:
@@ -225,6 +227,11 @@ def _evaluate(node: Node, stops: tuple[Node, ...], values: Values) -> Tensor | N
         return None
 
 
+def _stays_in_its_row(node: Node) -> bool:
+    """Element by element, reshaped, or repeated."""
+    return aten.is_pointwise(node) or aten.keeps_order(node) or node.target in aten.EXPAND
+
+
 def _through(node: Node) -> Iterator[Node]:
     """Readers of a node, seen through reshapes, conversions and signs."""
     for reader in (queue := list(node.users)):
@@ -235,12 +242,12 @@ def _through(node: Node) -> Iterator[Node]:
 
 def _other(node: Node, operand: Node) -> Node | None:
     """What a product multiplies ``operand`` with, or a quotient divides it by; a tensor or None."""
-    if node.target not in (*_MUL, *_DIV) or len(node.args) < 2:
+    if node.target not in _SCALED or len(node.args) < 2:
         return None
     left, right = node.args[:2]
     if left is operand:
         other = right
-    elif right is operand and node.target in _MUL:
+    elif right is operand and node.target in aten.MULTIPLIES:
         other = left
     else:
         return None
@@ -253,8 +260,7 @@ def _scales(node: Node) -> bool:
         return True
     if node.target is aten.aten.pow.Tensor_Scalar:
         return bool(node.args[1] == 1)
-    scaled = node.target in _MUL or node.target in _DIV
-    return scaled and isinstance(node.args[1], (int, float))
+    return node.target in _SCALED and isinstance(node.args[1], (int, float))
 
 
 def _seeded(seed: int) -> torch.Generator:

@@ -37,30 +37,31 @@ def change_gradient(
     Raises:
         Decline: ``gradient_form``, where those terms cannot be told apart.
     """
-    k = aten.shape(norm.x)[-1]
-    assert isinstance(k, int)
     terms = row_terms(norm)
+    if not terms:
+        return False
+    k, like = aten.shape(norm.x)[-1], terms[0]
+    assert isinstance(k, int)
+    row = edit.call(aten.CONVERT, (norm.x, torch.float32), like=like, after=like)
+    if gradient == "projected":
+        factor = _projected(Chain(edit, like=like, after=row), row, norm, rstd)
+    else:
+        blocks = view_as(edit, row, (-1, k // block, block), row, row, row)
+        factor = _own(Chain(edit, like=like, after=blocks), blocks, rms, block * constant**2)
+    given = [node for node in (norm.x, rstd, norm.eps_node) if node is not None]
     for term in terms:
-        row = edit.call(aten.CONVERT, (norm.x, torch.float32), like=term, after=term)
-        if gradient == "projected":
-            factor = _projected(Chain(edit, like=term, after=row), row, norm, rstd)
-            size = (*aten.shape(term)[:-1], 1)
-        else:
-            blocks = view_as(edit, row, (-1, k // block, block), row, row, row)
-            factor = _own(Chain(edit, like=term, after=blocks), blocks, rms, block * constant**2)
-            size = aten.shape(term)
-        factor = view_as(edit, factor, size, term, norm.x, factor)
+        leading, last = aten.shape(term)[:-1], 1 if gradient == "projected" else k
+        sized = view_as(edit, factor, (*leading, last), term, norm.x, factor)
         # It depends on the forward alone. Computed there, a number of every block would be saved,
         # which the row, that is there anyway, can tell.
-        given = [node for node in (norm.x, rstd, norm.eps_node) if node is not None]
-        for node in upwards([factor], known=given):
+        for node in upwards([sized], known=given):
             node.meta["partitioner_tag"] = "must_be_in_backward"
-        product = edit.call(_aten.mul.Tensor, (term, factor), like=term, after=factor)
+        product = edit.call(_aten.mul.Tensor, (term, sized), like=term, after=sized)
         made, dtype = product, aten.dtype(term)
         if dtype is not torch.float32:
             made = edit.call(aten.CONVERT, (product, dtype), like=term, after=product)
         edit.replace(term, made, [user for user in term.users if user is not product])
-    return bool(terms)
+    return True
 
 
 def _projected(call: Chain, row: Node, norm: NormSpec, rstd: Node) -> Node:

@@ -136,13 +136,15 @@ def rewrite_site(
         assert site.weights is not None and norm.gain is not None
         for weight in site.weights:
             fold_gain(edit, weight, norm.gain)
-    gradient = "none"
-    if rms != "exact" and config.gradient == "straight_through":
-        gradient = config.gradient if training else "none"
-    elif rms != "exact":
+    if rms == "exact":
+        has_gradient = False
+    elif config.gradient == "straight_through":
+        has_gradient = training
+    else:
         # In inference as well: torch.func.grad leaves a backward without a mark.
         wanted = (config.gradient, rms, constant, site.cast.block_size)
-        gradient = config.gradient if change_gradient(edit, norm, rstd, *wanted) else "none"
+        has_gradient = change_gradient(edit, norm, rstd, *wanted)
+    gradient = config.gradient if has_gradient else "none"
     if norm.fused:
         _replace_fused(edit, norm, rstd)
     else:
